@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from shoal.comm.network import HostNetwork
-from shoal.comm.store.service import StoreService
-from shoal.comm.store.session import NO_KEY
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput
@@ -26,7 +24,7 @@ LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_pr
 LISTENERS = {
     "comm/executors/hierarchical/gloo_links.py": "HostNetwork.check_gloo",
     "comm/select.py": "Gloo and NCCL: Worker._check_network",
-    "comm/store/service.py": "asks for a key, or listens at loopback",
+    "comm/store/service.py": "asks for a key",
     "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",
     "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
     "launch/managers/ray_machines.py": "the same",
@@ -51,7 +49,6 @@ def test_what_listens_is_in_the_list_with_what_protects_it() -> None:
 
 
 ENTRIES: dict[str, Callable[[], object]] = {
-    "rendezvous": lambda: StoreService("0.0.0.0", 0, NO_KEY),
     "server": lambda: Server("tcp:0.0.0.0:0", new_secret()),
     "second address of a server": lambda: Server(
         "tcp:127.0.0.1:0", new_secret(), None, "tcp:0.0.0.0:0"

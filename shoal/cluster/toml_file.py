@@ -34,7 +34,11 @@ from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
+from shoal.runtime.files import read_bounded
 from shoal.runtime.wording import nearest
+
+_MAX_BYTES = 256 << 10
+_MAX_LINE = 8192  # a key of thousands of parts takes seconds
 
 _Number = Annotated[float, Meta(ge=0, le=1e18)]
 _Positive = Annotated[float, Meta(gt=0, le=1e18)]
@@ -164,9 +168,7 @@ class _File(_Table, kw_only=True):
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from error
+        text = read_bounded(path, _MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"{path}: byte {error.start} is not UTF-8; a cluster file is TOML"
         raise BadInput(problem) from error
@@ -176,8 +178,10 @@ def read_cluster(path: Path) -> Cluster:
 def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
     """`file` is what mistakes name."""
     try:
+        if any(len(line) > _MAX_LINE for line in text.splitlines()):
+            raise ValueError(f"a line has more than {_MAX_LINE} characters")
         table = msgspec.toml.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
     try:
         return _cluster(_convert("", table, _File), default_name)

@@ -25,7 +25,7 @@ from shoal.runtime.config import RunConfig, TlsConfig, variable_name
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import code_of, fresh_nonce
-from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
+from shoal.runtime.trust import is_loopback, key_of_host, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 
@@ -76,7 +76,7 @@ class HostNetwork:
     def key(self, rank: int) -> bytes:
         """The secret of the run; BadInput where strangers could reach a rank and there is none."""
         if self.is_local:
-            return self.config.read_secret() or b""
+            return key_of_host(self.config)
         return require_protected(self.config, "the data plane", says=rank == 0) or b""
 
     def require_tcp(self) -> None:

@@ -81,7 +81,7 @@ class GroupSpec:
         the end of the process, take torch's.
         """
         is_ours = self.backend == "gloo" and self.init_method.startswith("tcp://")
-        return is_ours and (self.secret is not None or self.is_one_host)
+        return is_ours and self.secret is not None
 
     @property
     def network(self) -> HostNetwork:
@@ -130,6 +130,7 @@ def _join_world(spec: GroupSpec, kept: list[Store]) -> None:
     elif spec.owns_rendezvous:
         from shoal.comm.store.client import meet_at
 
+        assert spec.secret is not None
         store = meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host)
         kept.append(store)
     else:

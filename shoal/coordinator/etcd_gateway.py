@@ -23,7 +23,7 @@ import msgspec
 
 from shoal.coordinator import Unavailable, Versioned
 from shoal.errors import BadInput
-from shoal.runtime.decoders import lax_json_decoder
+from shoal.runtime.decoders import decode_json
 from shoal.runtime.trust import is_loopback
 
 _DEFAULT_PORT = 2379
@@ -159,8 +159,8 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 def parse(data: bytes, kind: type[T]) -> T:
     """ValueError for what is not such an answer."""
     try:
-        return lax_json_decoder(kind).decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return decode_json(data, kind)
+    except ValueError as error:
         raise ValueError(f"{data[:80]!r} is no answer of etcd ({error})") from error
 
 

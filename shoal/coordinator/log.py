@@ -28,9 +28,11 @@ import msgspec
 from shoal.coordinator.store import Record, Store, StoreImage
 from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.files import read_bounded
 
 GROWTH_BYTES = 1 << 20  # after so much more, an image replaces the log
 _MAX_RECORD_BYTES = 64 << 20
+_MAX_CUT_BYTES = 128 << 10  # more than a record of a request has
 _MAGIC = b"SHOALCRD"
 _VERSION = 2
 _HEADER = struct.Struct("<8sII")  # magic, version, salt
@@ -134,13 +136,14 @@ class StoreLog:
 
     def _read(self) -> Store:
         try:
-            store, self._salt, self._end = _stored(self._path.read_bytes())
+            data = read_bounded(self._path, _MAX_RECORD_BYTES + 2 * GROWTH_BYTES)
+            store, self._salt, self._end = _stored(data)
         except (
             msgspec.MsgspecError,
             ValueError,
-            KeyError,
+            LookupError,
             AttributeError,
-            RecursionError,
+            RuntimeError,
         ) as error:
             raise BadInput(f"the coordinator's log {self._path} is damaged: {error}") from error
         self._handle = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
@@ -200,6 +203,8 @@ def _stored(data: bytes) -> tuple[Store, int, int]:
         at = end
     if store is None:
         raise ValueError("it does not begin with an image of the store")
+    if len(data) - at > _MAX_CUT_BYTES:
+        raise ValueError(f"no records, but {len(data) - at} other bytes, follow byte {at}")
     if any(_end_of_frame(data, later, salt) is not None for later in range(at + 1, len(data))):
         raise ValueError(f"the record at byte {at} is damaged, and others follow it")
     return store, salt, at

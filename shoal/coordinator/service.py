@@ -35,6 +35,7 @@ from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.service import JOIN_S, ConnectionService
+from shoal.runtime.acceptor import service_thread
 from shoal.runtime.config import TlsConfig
 
 LONGEST_TICK_S = 0.1
@@ -186,7 +187,7 @@ class CoordinatorService(ConnectionService):
         super().__init__(secret, addresses, tls)
         self.addresses = [listener.address for listener in self.listeners]
         self._core = core
-        self._ticking = threading.Thread(target=self._tick, name="shoal-leases", daemon=True)
+        self._ticking = service_thread("shoal-leases", self._tick)
         self._ticking.start()
         self.start()
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from shoal.errors import ShoalError
-from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.decoders import decode_msgpack
 
 MAGIC = b"SHOL"
 VERSION = 2
@@ -134,9 +134,9 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Metadata as `kind`; unknown fields are refused."""
     try:
-        return msgpack_decoder(kind).decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
-        raise Refused(f"metadata is not a valid {kind.__name__}: {error}") from error
+        return decode_msgpack(data, kind)
+    except ValueError as error:
+        raise Refused(f"metadata is {error}") from error
 
 
 Channel = Literal["control", "push", "pull", "rows", "follow", "coordinator", "chain"]

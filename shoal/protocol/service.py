@@ -14,7 +14,7 @@ from shoal.protocol import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
-from shoal.runtime.acceptor import Strangers
+from shoal.runtime.acceptor import Strangers, service_thread
 from shoal.runtime.config import TlsConfig
 
 MAX_REASONS = 64
@@ -36,8 +36,7 @@ class ConnectionService:
         self._numbers = itertools.count()
         self._threads: set[threading.Thread] = set()
         self._accepting = [
-            threading.Thread(target=self._accept, args=(each,), name="shoal-accept", daemon=True)
-            for each in self.listeners
+            service_thread("shoal-accept", self._accept, each) for each in self.listeners
         ]
 
     def __enter__(self: Service) -> Service:
@@ -86,9 +85,7 @@ class ConnectionService:
             for _ in range(self.strangers.add(sock)):
                 self._count("too many unauthenticated connections")
             arguments = (listener, sock, next(self._numbers))
-            thread = threading.Thread(
-                target=self._serve, args=arguments, name="shoal-serve", daemon=True
-            )
+            thread = service_thread("shoal-serve", self._serve, *arguments)
             with self.lock:
                 self._threads.add(thread)
                 if self.closed.is_set():

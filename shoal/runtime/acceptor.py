@@ -17,9 +17,11 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from shoal.runtime.wording import say
@@ -105,6 +107,21 @@ class Acceptor:
                 f"({os.strerror(error.errno or 0)}), until others end: raise the limit with "
                 "ulimit -n"
             )
+
+
+def service_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    """Serves others: they would wait without end for one that fails, so the process ends."""
+
+    def run() -> None:
+        try:
+            target(*args)
+        except BaseException as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            say(f"process {os.getpid()} ends: its thread {name} has failed ({error!r}, {where})")
+            os._exit(1)
+
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 MAX_UNAUTHENTICATED = 64

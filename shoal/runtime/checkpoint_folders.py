@@ -30,7 +30,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +37,7 @@ from typing import NamedTuple
 
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.files import open_file
 from shoal.runtime.wording import counted
 
 MANIFEST = "manifest.json"
@@ -73,15 +73,6 @@ def sync_path(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def open_file(file: Path) -> int:
-    """A descriptor of a regular file: what it leads to stays readable when a saver removes it."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(file))
-    return descriptor
 
 
 def damaged(where: Path, what: object) -> CheckpointError:

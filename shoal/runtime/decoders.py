@@ -28,8 +28,23 @@ def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
     return decoder
 
 
+def decode_msgpack(data: bytes, kind: type[T]) -> T:
+    """ValueError, in one sentence, where it is none: types, text that is no UTF-8, too deep."""
+    try:
+        return msgpack_decoder(kind).decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a valid {kind.__name__}: {error}") from error
+
+
+def decode_json(data: bytes | str, kind: type[T]) -> T:
+    """The same; it takes numbers in strings, too."""
+    try:
+        return lax_json_decoder(kind).decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a valid {getattr(kind, '__name__', 'message')}: {error}") from error
+
+
 def lax_json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """It takes numbers in strings, too."""
     decoder = _json.get(kind)
     if decoder is None:
         with _making:

@@ -6,10 +6,12 @@ it, runs. It counts as abandoned when the lock is free; the next process that ma
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -70,6 +72,56 @@ def _remove_if_abandoned(lock: Path) -> None:
             shutil.rmtree(lock.parent, ignore_errors=True)
         finally:
             os.close(handle)
+
+
+def own_folder() -> Path:
+    """For what processes of this user share on this host; others cannot enter it.
+
+    In the user's home where another user has taken its name.
+    """
+    name = f"shoal-{os.getuid()}"
+    folder = Path(temporary_folder()).absolute() / name
+    try:
+        make_private(folder)
+    except (BadInput, OSError):
+        folder = Path(os.path.expanduser("~")).absolute() / ".cache" / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
+    return folder
+
+
+def make_private(directory: Path) -> None:
+    """BadInput where it is there and another user owns it or could use it."""
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or status.st_mode & 0o077:
+        raise BadInput(
+            f"{directory} is not a directory that only you can use: remove it, "
+            "or set TMPDIR to a directory of your own"
+        )
+
+
+def open_file(file: Path) -> int:
+    """A descriptor of a regular file: what it leads to stays readable when a saver removes it."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+    return descriptor
+
+
+def read_bounded(file: Path, most_bytes: int) -> bytes:
+    """A file from outside; BadInput where it cannot be read, is no regular file or is larger."""
+    try:
+        with open(open_file(file), "rb") as handle:
+            data = handle.read(most_bytes + 1)
+    except OSError as error:
+        raise BadInput(f"cannot read {file}: {error.strerror}") from error
+    if len(data) > most_bytes:
+        raise BadInput(f"{file} has more than {most_bytes >> 10} KiB: that is another kind of file")
+    return data
 
 
 def temporary_folder() -> str:

@@ -1,5 +1,6 @@
 """Whom a process that listens beyond loopback lets in: one question, asked in one place.
 
+    all ranks on this host       a key of the user's own, which is made where there is none
     a key on every host          strangers are refused by a handshake (runtime/secret.py)
     SHOAL_TRUSTED_NETWORK=1      the user says that there are no strangers; a line repeats it
     neither                      BadInput: nothing listens
@@ -10,15 +11,38 @@ Whatever would listen where other hosts reach it asks here before it does.
 from __future__ import annotations
 
 import ipaddress
+import os
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from secrets import token_hex
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import own_folder
+from shoal.runtime.secret import make_key_file, read_secret_file
 from shoal.runtime.wording import say
 
 _HOW = "make a key with `shoal keys new` and copy it to every host"
 _OR_TRUST = "set SHOAL_TRUSTED_NETWORK=1 where the network is trusted"
 _said: set[str] = set()
+
+
+def key_of_host(config: RunConfig) -> bytes:
+    """Between processes of one host: the key of the run, or one in a file of this user."""
+    return config.read_secret() or _own_key(own_folder() / "key")
+
+
+@cache
+def _own_key(path: Path) -> bytes:
+    """Of mode 0600; made by the first process that asks."""
+    if not path.exists():
+        unfinished = path.with_name(f"key-{token_hex(8)}")
+        make_key_file(unfinished)
+        with suppress(FileExistsError):  # by another process, meanwhile
+            os.link(unfinished, path)
+        unfinished.unlink()
+    return read_secret_file(path)
 
 
 def require_protected(config: RunConfig, what: str, says: bool = True) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,8 @@ def test_the_file_in_the_documentation_is_read() -> None:
         ("alpha_us = 5", "efficiency = 1.5", "link.nvlink.efficiency: Expected `float` <= 1"),
         ("[1900, 2000]", "[2000, 1900]", "device.spread.memory_GB_per_s: the lowest value comes"),
         ("[noise]", "[noise", "is not TOML"),
+        ("[noise]", f"a = {'[' * 3000}{']' * 3000}", "is not TOML: maximum recursion"),
+        ("[noise]", f"[{'.a' * 20000}]", "is not TOML: a line has more than 8192 characters"),
     ],
 )
 def test_a_mistake_names_the_file_and_the_key(old: str, new: str, problem: str) -> None:
@@ -123,9 +126,13 @@ def test_a_mistake_names_the_file_and_the_key(old: str, new: str, problem: str) 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     latin = tmp_path / "latin.toml"
     latin.write_bytes("name = 'Büro'".encode("latin-1"))
+    (tmp_path / "huge.toml").write_text("a = 1\n" * 50_000)
+    os.mkfifo(tmp_path / "fifo.toml")
     for name, problem in (
         (tmp_path / "none.toml", "No such file"),
-        (tmp_path, "Is a directory"),
+        (tmp_path, "no regular file"),
+        (tmp_path / "fifo.toml", "no regular file"),
+        (tmp_path / "huge.toml", "has more than 256 KiB"),
         (latin, r"latin.toml: byte 9 is not UTF-8"),
         ("dgx-a10", "did you mean 'dgx-a100'"),
     ):

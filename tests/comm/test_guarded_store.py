@@ -27,6 +27,7 @@ from shoal.comm.store.session import (
     StoreLink,
     StoreReply,
     StoreRequest,
+    connect,
 )
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.secret import (
@@ -35,6 +36,7 @@ from shoal.runtime.secret import (
     REFUSED,
     Greeting,
     Stranger,
+    code_of,
     new_secret,
     receive,
 )
@@ -86,6 +88,28 @@ def test_ranks_use_it_as_any_store(service: StoreService) -> None:
     with pytest.raises(DistStoreError, match="timed out waiting"):
         two.wait(["key"], timedelta(milliseconds=20))
     assert two.get("new") == b"c"
+
+
+@pytest.mark.parametrize("digits", [20, 30, 4300, 5000])
+def test_a_counter_that_no_frame_holds_is_refused(service: StoreService, digits: int) -> None:
+    store = store_of(service)
+    store.set("count", "9" * digits)
+    with pytest.raises(DistStoreError, match="beyond what a counter holds"):
+        store.add("count", 1)
+    assert store.add("another", 1) == 1
+
+
+@pytest.mark.parametrize("body", [b"\x92\xa3set\x91\xa2\xff\xfe", b"\x91" * 5000, b"\xff", b""])
+@pytest.mark.filterwarnings("error")  # for a thread that dies
+def test_a_frame_that_is_no_request_ends_its_connection_alone(
+    service: StoreService, body: bytes
+) -> None:
+    other, link = store_of(service), connect(("127.0.0.1", service.port), SECRET, 5.0)
+    code = code_of(link._key, "client", bytes(8), body)
+    link._sock.sendall(len(body).to_bytes(4, "little") + body + code)
+    assert is_closed(link._sock)
+    link.close()
+    assert other.add("count", 1) == 1
 
 
 def test_a_wait_does_not_hold_other_calls_of_its_rank(service: StoreService) -> None:
@@ -204,7 +228,7 @@ def test_a_rank_that_comes_first_waits_for_the_service(service: StoreService) ->
 
 def test_a_port_that_is_taken_is_one_sentence(service: StoreService) -> None:
     with pytest.raises(BadInput, match="MASTER_PORT to a free port"):
-        StoreService("127.0.0.1", service.port, b"")
+        StoreService("127.0.0.1", service.port, SECRET)
 
 
 def test_both_ends_of_a_connection_notice_a_host_that_is_silent(service: StoreService) -> None:

@@ -77,6 +77,14 @@ def test_what_follows_the_last_record_and_is_none_is_cut_away(path: Path, rest: 
     assert kept(path, "a") == [b"first"]
 
 
+@pytest.mark.parametrize("rest", [bytes(8 << 20), b"\x01\x00\x10\x00" * (2 << 20)])
+def test_more_than_a_cut_off_record_after_the_last_is_refused(path: Path, rest: bytes) -> None:
+    path.write_bytes(data := written(path, a=b"first") + rest)
+    with pytest.raises(BadInput, match="is damaged: no records, but 8388608 other bytes"):
+        StoreLog(path)
+    assert path.read_bytes() == data
+
+
 def test_a_log_that_is_damaged_before_its_last_record_is_refused(path: Path) -> None:
     """Going on without a record that was answered would give its revision out twice."""
     data = written(path, key0=b"value", key1=b"value", key2=b"value")

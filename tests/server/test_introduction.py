@@ -78,17 +78,16 @@ def test_a_given_secret_does_not_travel(world: World, traffic: list[bytes]) -> N
 
 
 def test_workers_of_one_host_read_the_secret_from_a_private_file(
-    world: World, traffic: list[bytes]
+    world: World, traffic: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = list(meet(world, [None] * WORKERS))
-    (secret,) = {secret for _, secret in found}
-    folder = found[0][0].secret_dir
-    assert folder is not None
-    assert [met.secret_dir for met, _ in found[1:]] == [None, None]
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o600
-    folder.remove()
-    assert_not_in(secret, traffic)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (secret,) = {secret for _, secret in meet(world, [None] * WORKERS)}
+    (file,) = tmp_path.rglob("key")
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for each in (secret, bytes.fromhex(file.read_text())):
+        assert_not_in(each, traffic)
+    assert {secret for _, secret in meet(world, [None] * WORKERS)} != {secret}  # of each start
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,30 @@ was never interrupted."""
 
 from __future__ import annotations
 
+import copy
 import errno
+import hashlib
+import itertools
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.failpoints import armed
-from shoal.server.process.shard_file import read_shard
+from shoal.server.process.shard_file import read_shard, read_tensors_of, write_tensors
+from shoal.train.checkpoints.servers import read_servers
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.forked import run
@@ -168,6 +175,45 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
             file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
         train(world, RANK0, 12, size=1)
+
+
+def forgeries(value: Any) -> Iterator[Any]:
+    """The value with one part of it replaced by another, of a wrong type or size."""
+    yield from (-1, 1 << 40, "x" * 100, None, [], [[1]], {"": 0}, math.nan)
+    if not isinstance(value, dict | list):
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        for forged in forgeries(part):
+            changed = copy.copy(value)
+            changed[key] = forged
+            yield changed
+
+
+def test_a_forged_checkpoint_with_a_right_digest_is_refused_in_one_sentence(
+    world: World, tmp_path: Path, save: Saving, whole_suite: bool
+) -> None:
+    save(every=5)
+    train(world, RANK0, 5, size=1)
+    (version,) = complete_versions(tmp_path)
+    for file in version.path.glob("*.safetensors"):
+        good = file.read_bytes()
+        tensors, document, _ = read_tensors_of(file, dict)
+        for forged in itertools.islice(forgeries(document), 0, None, 1 if whole_suite else 7):
+            file.unlink()
+            write_tensors(file, tensors, forged)
+            with suppress(CheckpointError):  # what is read may still be of another model
+                read_servers(tmp_path, print)
+        for bad in (b"\xa1\xff", b"\x91" * 4000):
+            data = hashlib.sha256(bad).digest() + bytes(8) + bad
+            save_file({"__meta__": torch.frombuffer(bytearray(data), dtype=torch.uint8)}, file)
+            with pytest.raises(CheckpointError, match="damaged"):
+                read_servers(tmp_path, print)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(CheckpointError, match="no regular file"):
+            read_tensors_of(file, dict)
+        file.unlink()
+        file.write_bytes(good)
 
 
 def test_the_folder_of_another_run_is_refused(world: World, save: Saving) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.distributed_c10d import Store
 from shoal.comm.store.authenticated import RendezvousStore
 from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import (
-    NO_KEY,
     BadFrame,
     Operation,
     StoreLink,
@@ -111,18 +110,14 @@ _services: dict[tuple[str, int], StoreService] = {}
 _starting = threading.Lock()
 
 
-def meet_at(rendezvous: str, rank: int, secret: bytes | None, is_one_host: bool) -> GuardedStore:
-    """The store of all ranks at tcp://HOST:PORT, which rank 0 serves.
-
-    Without a key it is for ranks of one host, and listens at loopback only.
-    """
+def meet_at(rendezvous: str, rank: int, secret: bytes, is_one_host: bool) -> GuardedStore:
+    """The store of all ranks at tcp://HOST:PORT, which rank 0 serves; at loopback on one host."""
     parts = urlsplit(rendezvous)
     host, port = parts.hostname or "", parts.port or 0
-    assert is_one_host or secret
     host = _LOOPBACK if is_one_host else host
     if rank == 0:
-        serve(host, port, secret or NO_KEY)
-    return GuardedStore(host, port, secret or NO_KEY)
+        serve(host, port, secret)
+    return GuardedStore(host, port, secret)
 
 
 def move_to_own_service(

@@ -23,11 +23,18 @@ from shoal.comm.store.session import (
     StoreRequest,
 )
 from shoal.errors import BadInput
-from shoal.runtime.acceptor import Acceptor, Strangers, host_of, notice_silence
+from shoal.runtime.acceptor import (
+    Acceptor,
+    Strangers,
+    host_of,
+    notice_silence,
+    service_thread,
+)
 from shoal.runtime.secret import Greeting, Stranger
-from shoal.runtime.trust import is_loopback, without_key
+from shoal.runtime.trust import is_loopback
 from shoal.runtime.wording import say
 
+_MAX_DIGITS = 20
 _MAX_READ_BYTES = 1 << 20  # in one reply, unless one entry has more
 
 
@@ -66,9 +73,11 @@ class StoreTable:
     def _add(self, key: str, number: int) -> StoreReply:
         text = self._values.get(key, b"0")
         try:
-            total = int(text) + number
+            total = int(text[: _MAX_DIGITS + 1]) + number
         except ValueError:
             return StoreReply(refusal=f"{key!r} is not a counter")
+        if len(text) > _MAX_DIGITS or abs(total) >= 1 << 63:
+            return StoreReply(refusal=f"{key!r} is beyond what a counter holds")
         self._values[key] = b"%d" % total
         return StoreReply(number=total)
 
@@ -123,10 +132,11 @@ class StoreService:
         self._waiting: dict[socket.socket, tuple[StoreRequest, Future[StoreReply]]] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._strangers = Strangers(MAX_STRANGERS)
-        self._acceptor = Acceptor(listener or _listen(host, port, bool(secret)))
+        assert secret
+        self._acceptor = Acceptor(listener or _listen(host, port))
         self._acceptor.sock.setblocking(True)
         self.port = int(self._acceptor.sock.getsockname()[1])
-        self._accepting = threading.Thread(target=self._accept, name="shoal-store", daemon=True)
+        self._accepting = service_thread("shoal-store", self._accept)
         self._accepting.start()
 
     def post(self, request: StoreRequest) -> None:
@@ -155,9 +165,7 @@ class StoreService:
     def _accept(self) -> None:
         while (sock := self._acceptor.accept(self._strangers.make_room)) is not None:
             self._strangers.add(sock)
-            thread = threading.Thread(
-                target=self._serve, args=(sock,), name="shoal-store", daemon=True
-            )
+            thread = service_thread("shoal-store", self._serve, sock)
             with self._lock:
                 self._connections[sock] = thread
             try:
@@ -179,6 +187,8 @@ class StoreService:
                     session.send(self._answer(sock, request))
         except (OSError, BadFrame, Stranger):
             pass
+        except Exception as error:  # of what this client has sent: others are served
+            say(f"the rendezvous has closed a connection from {host_of(sock)}: {error!r}")
         finally:
             self._end(sock)
         with self._losing:
@@ -252,12 +262,10 @@ def _is_open(sock: socket.socket) -> bool:
         return True
 
 
-def _listen(host: str, port: int, is_keyed: bool) -> socket.socket:
-    """At this address; with a key also at all of this host, where it is behind NAT."""
-    if not is_keyed and not is_loopback(host):
-        raise BadInput(without_key(f"the rendezvous at {host}"))
+def _listen(host: str, port: int) -> socket.socket:
+    """At this address, or at all of this host, where it is behind NAT."""
     errors: list[OSError] = []
-    for name in (host, "") if is_keyed else (host,):
+    for name in (host,) if is_loopback(host) else (host, ""):
         try:
             return _listen_at(name, port)
         except OSError as error:

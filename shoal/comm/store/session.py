@@ -20,7 +20,7 @@ import msgspec
 
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.acceptor import notice_silence
-from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.decoders import decode_msgpack
 from shoal.runtime.secret import CODE_BYTES, Greeting, Stranger, code_of, is_code, receive
 from shoal.runtime.waits import Backoff
 
@@ -28,7 +28,6 @@ MAGIC = b"shoal-store-1\n\0\0"
 _HANDSHAKE_S = 5.0
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
-NO_KEY = b""  # at loopback, where a run without a key meets
 
 KeyOperation = Literal["set", "get", "wait", "check", "add", "delete"]
 LogOperation = Literal["append", "read"]
@@ -86,8 +85,8 @@ class FrameSession:
             raise BadFrame("a frame is not of the other side of this connection")
         self._received += 1
         try:
-            return msgpack_decoder(kind).decode(body)
-        except msgspec.DecodeError as error:
+            return decode_msgpack(body, kind)
+        except ValueError as error:
             raise BadFrame(str(error)) from error
 
     def pack(self, message: StoreRequest | StoreReply) -> bytes:

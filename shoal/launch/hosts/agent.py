@@ -306,10 +306,10 @@ def _interfaces(address: str) -> dict[str, str]:
 
 
 def main() -> None:
-    task = read_task(sys.stdin.buffer.read(MAX_TASK_BYTES))
-    with suppress(OSError):
-        os.chdir(task.folder)
     try:
+        task = read_task(sys.stdin.buffer.read(MAX_TASK_BYTES))
+        with suppress(OSError):
+            os.chdir(task.folder)
         secret = parse_secret(task.secret, "the task of the agent")
         with new_run_dir("host" if isinstance(task, HostTask) else "ps", secret) as run_dir:
             if isinstance(task, HostTask):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from shoal.coordinator import Listing
-from shoal.runtime.decoders import lax_json_decoder
+from shoal.errors import BadInput
+from shoal.runtime.decoders import decode_json
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,16 +31,16 @@ class HostTask(AgentTask, frozen=True, kw_only=True, tag="workers"):
 
     command: list[str]
     python: str  # the launcher's interpreter, for which a host may have another
-    first_rank: int
-    workers: int  # on this host
-    size: int  # of all workers
-    threads: int | None
-    cores: int | None
+    first_rank: _Count
+    workers: _Positive  # on this host
+    size: _Positive  # of all workers
+    threads: _Positive | None
+    cores: _Positive | None
     master: str
-    master_port: int | None  # None: this is the first host, which finds a free one
+    master_port: _Positive | None  # None: this is the first host, which finds a free one
     shows_progress: bool
-    local_rank: int = 0  # of the first of these workers
-    local_size: int = 0  # of all workers of this host; 0: these
+    local_rank: _Count = 0  # of the first of these workers
+    local_size: _Count = 0  # of all workers of this host; 0: these
     name: str = ""  # of the agent, in an elastic run
 
 
@@ -44,8 +48,8 @@ class ServerTask(AgentTask, frozen=True, kw_only=True, tag="server"):
     """One server, or the coordinator of replicated ones."""
 
     role: Literal["server", "coordinator"]
-    index: int  # of the server
-    servers: int  # of the run; those of a host share its cores
+    index: _Count  # of the server
+    servers: _Positive  # of the run; those of a host share its cores
 
 
 class FoundPort(msgspec.Struct, frozen=True, tag="port"):
@@ -110,16 +114,18 @@ Task = HostTask | ServerTask
 
 def read_message(line: str, rank: int) -> AgentMessage:
     """What is none, such as an error of the interpreter or the engine, is output of this one."""
-    decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
     try:
-        return decoder.decode(line)
-    except msgspec.DecodeError:
+        return decode_json(line, AgentMessage)  # type: ignore[arg-type]
+    except ValueError:
         return ProcessOutput(rank, True, f"{line}\n")
 
 
 def read_task(given: bytes) -> Task:
-    decoder: msgspec.json.Decoder[Task] = lax_json_decoder(Task)  # type: ignore[arg-type]
-    return decoder.decode(given)
+    """BadInput for what no launcher of this version gives."""
+    try:
+        return decode_json(given, Task)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise BadInput(f"the agent of a host was given no task: {error}") from error
 
 
 _sending = threading.Lock()

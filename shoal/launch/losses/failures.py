@@ -35,6 +35,7 @@ from shoal.errors import (
     WorkersFailed,
     tells_of_lost_peer,
 )
+from shoal.runtime.decoders import decode_json
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, signal_name
 
@@ -116,8 +117,8 @@ def write_failure(run_dir: RunDir, rank: int, report: FailureReport) -> None:
 
 def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:
     """The worker's own report; None when there is none, or none that can be read."""
-    with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(run_dir.failure(rank).read_bytes(), type=FailureReport)
+    with suppress(OSError, ValueError):
+        return decode_json(run_dir.failure(rank).read_bytes(), FailureReport)
     return None
 
 

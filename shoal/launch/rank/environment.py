@@ -13,15 +13,13 @@ The first launcher in this order counts: it is the innermost one.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, variable_name
+from shoal.runtime.files import own_folder
 from shoal.runtime.trust import is_loopback
 from shoal.runtime.variable_text import required_count, required_text
 
@@ -178,8 +176,7 @@ def _mpi_file(environ: Environ) -> str:
             "start it with mpirun -x MASTER_ADDR=localhost -x MASTER_PORT=<free port>"
         )
     digest = hashlib.sha256("\n".join(job).encode()).hexdigest()[:32]
-    home = Path(tempfile.gettempdir()).absolute() / f"shoal-{os.getuid()}"
-    return f"file://{home}/mpi-{digest}"
+    return f"file://{own_folder()}/mpi-{digest}"
 
 
 # --- Slurm ---------------------------------------------------------------------------------

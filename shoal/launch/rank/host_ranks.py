@@ -32,7 +32,7 @@ from shoal.comm.store.client import meet_at
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import LOCAL_NAMES, Placement
 from shoal.runtime.config import RunConfig
-from shoal.runtime.decoders import lax_json_decoder
+from shoal.runtime.decoders import decode_json
 from shoal.runtime.trust import require_protected
 from shoal.runtime.variable_text import parse_count
 from shoal.transport.cuda_ipc import device_name
@@ -49,8 +49,8 @@ class RankHost(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, written: bytes, rank: int) -> RankHost:
         try:
-            return lax_json_decoder(cls).decode(written)
-        except msgspec.DecodeError:
+            return decode_json(written, cls)
+        except ValueError:
             raise ShoalError(
                 f"what rank {rank} wrote into the store of the rendezvous was overwritten by "
                 "another process, or it runs another version of Shoal"

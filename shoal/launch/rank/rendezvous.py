@@ -1,4 +1,6 @@
-"""Rendezvous through a file, for ranks of one host under mpirun or Shoal's own launcher.
+"""Rendezvous through a file, for ranks of one host under torchrun, mpirun or Shoal's own launcher.
+
+Others could disturb ranks in the store of torchrun's agent, which is open to every user.
 
 A script may call `shoal.run` twice, and `mpirun -n 2 sh -c 'python a.py; python b.py'` gives
 both programs the same variables. Rank 0 may then be at the second rendezvous while rank 1 is
@@ -6,7 +8,8 @@ still at the first, and two of them in one file hang. So each visit gets a file 
 every rank counts its visits with marks in the job's directory. The last rank to leave removes it.
 
     /tmp/shoal-1000/               mode 0700, owned by this user; locked while marks change
-        mpi-5e1f.../               Placement.rendezvous of one mpirun
+        key                        between processes of this host: see runtime/trust.py
+        mpi-5e1f.../               Placement.rendezvous of one mpirun; torchrun-…
             in-0-0  out-0-0        rank 0 entered (the file holds its pid) and left: visit 0
             in-1-0
             store-0                torch's FileStore of visit 0
@@ -17,42 +20,57 @@ Under Shoal's own launcher the two directories are the run directory and `store/
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.launch.rank.environment import Placement
+from shoal.runtime.files import make_private, own_folder
 from shoal.runtime.waits import Backoff
 
 
 @contextmanager
-def open_rendezvous(placement: Placement) -> Iterator[str]:
+def open_rendezvous(placement: Placement, environ: Mapping[str, str] = {}) -> Iterator[str]:
     """The init_method for torch.distributed; its files exist while the block runs."""
-    if not placement.rendezvous.startswith("file://"):
-        yield placement.rendezvous
+    there, rank = _torchrun_file(placement, environ) or placement.rendezvous, placement.rank
+    if not there.startswith("file://"):
+        yield there
         return
-    job, rank = Path(placement.rendezvous.removeprefix("file://")), placement.rank
-    _make_private(job.parent)
+    job = Path(there.removeprefix("file://"))
+    make_private(job.parent)
     with _locked(job.parent):
-        if _is_abandoned(job):
-            shutil.rmtree(job)
+        for one in {job, *job.parent.glob(f"{job.name.partition('-')[0]}-*")}:
+            if _is_abandoned(one):
+                shutil.rmtree(one)
         job.mkdir(mode=0o700, exist_ok=True)
         visit = len(list(job.glob(f"in-{rank}-*")))
         (job / f"in-{rank}-{visit}").write_text(str(os.getpid()))
     try:
-        yield f"{placement.rendezvous}/store-{visit}"
+        yield f"{there}/store-{visit}"
     finally:
         with suppress(FileNotFoundError), _locked(job.parent):
             (job / f"out-{rank}-{visit}").touch()
             entered, left = (len(list(job.glob(marks))) for marks in ("in-*", "out-*"))
             if entered == left == placement.size * (visit + 1):
                 shutil.rmtree(job)
+
+
+def _torchrun_file(placement: Placement, environ: Mapping[str, str]) -> str | None:
+    """A path that only the ranks of one start by one torchrun compute; None for other ranks.
+
+    torchrun names a new folder, with a random name, for the errors of each start.
+    """
+    errors = environ.get("TORCHELASTIC_ERROR_FILE")
+    if placement.rendezvous != "env://" or placement.local_size < placement.size or not errors:
+        return None
+    start = f"{Path(errors).parents[1]}\n{environ.get('MASTER_PORT')}"
+    return f"file://{own_folder()}/torchrun-{hashlib.sha256(start.encode()).hexdigest()[:32]}"
 
 
 def _is_abandoned(job: Path) -> bool:
@@ -68,18 +86,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
         return True
     return False
-
-
-def _make_private(directory: Path) -> None:
-    with suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    status = directory.lstat()
-    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    if not is_ours or status.st_mode & 0o077:
-        raise BadInput(
-            f"{directory} is not a directory that only you can use: remove it, "
-            "or set TMPDIR to a directory of your own"
-        )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from shoal.launch.rank.environment import Placement, is_one_host
 from shoal.launch.rank.rendezvous import open_rendezvous, require_agent_store
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.trust import require_protected, require_trusted_network
+from shoal.runtime.trust import key_of_host, require_protected, require_trusted_network
 from shoal.runtime.waits import waiting
 from shoal.strategy.strategy import Strategy
 
@@ -210,7 +210,8 @@ class WorkerGroup:
                 gpus = possible_gpus(self._config.device)
                 placement = ask_hosts(placement, self._config, self._number, store, gpus)
             self._settle(placement)
-        with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
+        opening = open_rendezvous(placement, self._config.environ)
+        with opening as init_method, self._fail_when_peers_exit() as joined:
             spec = GroupSpec(
                 rank=self.rank,
                 size=self.size,
@@ -243,8 +244,10 @@ class WorkerGroup:
         says = self.rank == 0
         backend = "NCCL" if choose_backend(self.device, placement) == "nccl" else "Gloo"
         try:
-            if is_one_host(placement, self._config) or dist.is_initialized():
+            if dist.is_initialized():
                 return self._config.read_secret()
+            if is_one_host(placement, self._config):
+                return key_of_host(self._config)
             secret = require_protected(self._config, "the rendezvous of several hosts", says)
             if backend == "NCCL" or HostNetwork(self._config).between == "gloo":
                 require_trusted_network(self._config, f"{backend} between hosts", says)

@@ -11,14 +11,13 @@ port, which workers of other hosts use. With copies, those of a shard are on dif
 and the first rank of all starts a coordinator unless there is one (SHOAL_COORDINATOR).
 
 The secret of servers that workers start never travels. Every host is given it (SHOAL_SECRET,
-SHOAL_SECRET_FILE), or all workers are on one host: then the first one writes it to a file that only
-this user can read, and tells the others where. What workers announce after that has a proof of the
+SHOAL_SECRET_FILE), or all workers are on one host and know the key of its user (runtime/trust.py).
+What workers announce after that has a proof of the
 secret, over a nonce of each: announcements of others, or of another run, are refused.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,8 +28,9 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir, new_server_dir
-from shoal.runtime.secret import code_of, fresh_nonce, is_code, new_secret
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.secret import code_of, fresh_nonce, is_code
+from shoal.runtime.trust import key_of_host
 from shoal.runtime.variable_text import LaunchedServer
 from shoal.runtime.wording import counted
 from shoal.server.client.chain_view import CopyAddresses
@@ -226,7 +226,6 @@ class Introduction:
     host: str
     topology: Topology
     announcer: Announcer
-    secret_dir: RunDir | None = None  # where this worker has written the secret
 
 
 def introduce(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> Introduction:
@@ -254,25 +253,6 @@ def introduce(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> I
         return Introduction(host, topology, Announcer(given, said))
     if len(topology.hosts) > 1:
         raise BadInput(_NEEDS_SECRET)
-    secret, secret_dir = _secret_of_host(group, replica_group)
-    return Introduction(host, topology, Announcer(secret, said), secret_dir)
-
-
-def _secret_of_host(group: Group, replica_group: ReplicaGroup) -> tuple[bytes, RunDir | None]:
-    """The secret in a file of the first worker; a path is all that it tells the others."""
-    secret_dir = new_server_dir() if group.rank == 0 and replica_group.is_leader else None
-    try:
-        path = b""
-        if secret_dir is not None:
-            secret_dir.write_secret(new_secret())
-            path = os.fsencode(secret_dir.path)
-        path = objects.broadcast_bytes(group, path, 0, _MAX_BYTES)
-        path = replica_group.broadcast_bytes(path, _MAX_BYTES)
-        secret = RunDir(Path(os.fsdecode(path))).read_secret()
-        if secret is None:
-            raise BadInput(_NEEDS_SECRET)
-    except BaseException:
-        if secret_dir is not None:
-            secret_dir.remove()
-        raise
-    return secret, secret_dir
+    start = replica_group.broadcast_bytes(said[0], _MAX_BYTES)  # a secret of this start alone
+    secret = code_of(key_of_host(config), "servers", start)
+    return Introduction(host, topology, Announcer(secret, said))

@@ -48,7 +48,7 @@ class StartedServers:
         self.server: Server | None = None
         self._host = met.host
         self._is_for_others = len(met.topology.hosts) > 1
-        self._run_dir = met.secret_dir  # it has the secret, if that was made here
+        self._run_dir: RunDir | None = None
         self._keys: EtcdCoordinator | None = None  # which this worker removes at the end
 
     def launch(self, term: Ps, index: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 import sys
 import threading
@@ -25,7 +26,8 @@ from shoal.runtime.checkpoint_folders import (
     shard_name,
     version_of,
 )
-from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.decoders import decode_msgpack
+from shoal.runtime.files import open_file
 from shoal.server.messages import ModelSpec
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.served_model import ServedModel
@@ -51,6 +53,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
 def read_tensors_of(file: Path, kind: type[T]) -> tuple[dict[str, Tensor], T, bytes]:
     """The tensors, the value, and the digest; CheckpointError if anything of it has changed."""
     try:
+        os.close(open_file(file))  # a FIFO would be waited for
         tensors = load_file(file)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise damaged(file, str(error)) from error
@@ -62,8 +65,8 @@ def read_tensors_of(file: Path, kind: type[T]) -> tuple[dict[str, Tensor], T, by
     if _digest_of(tensors, packed) != digest:
         raise damaged(file, "it has changed")
     try:
-        return tensors, msgpack_decoder(kind).decode(packed), digest
-    except msgspec.DecodeError as error:
+        return tensors, decode_msgpack(packed, kind), digest
+    except ValueError as error:
         raise damaged(file, str(error)) from error
 
 

@@ -31,9 +31,9 @@ from shoal.runtime.checkpoint_folders import (
     TENSOR_FILE,
     damaged,
     new_version,
-    open_file,
     read_manifest_bytes,
 )
+from shoal.runtime.files import open_file
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 FORMAT = "shoal checkpoint 2"

@@ -72,13 +72,16 @@ def read_servers(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
+_UNFIT = (LookupError, RuntimeError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
 def _assemble(version: ServerVersion) -> Checkpoint:
     shards = [read_shard(file) for file in version.shard_files() or ()]
     buffers, described, digest = read_tensors_of(version.path / WORKER_FILE, WorkerDocument)
     joined = _Joined(version.path, shards, described.parameters)
-    joined.check()
-    check_counts(version.path, described.document)
     try:
+        joined.check()
+        check_counts(version.path, described.document)
         weights = joined.weights()
         model = {f"0:{n}": weights[n] if n in weights else buffers[n] for n in described.names}
         state, rest = joined.optimizer()
@@ -87,7 +90,7 @@ def _assemble(version: ServerVersion) -> Checkpoint:
         of_model["optimizer"] |= rest
         rows, of_model["tables"] = joined.rows(of_model["tables"])
         optimizer = {f"0:{name}": t for name, t in state.items()} | joined.residuals()
-    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except _UNFIT as error:
         raise damaged(version.path, f"its parts do not fit each other: {error}") from error
     parts = b"".join([digest, *(shard.digest for shard in shards)])
     return Checkpoint(model | rows, optimizer, document, hashlib.sha256(parts).hexdigest())
