@@ -9,9 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.models.language import LENGTH, NO_DROPOUT, WORDS, build, causal, labelled_text
+from tests.models.language import (
+    ENCODER,
+    GROUPED,
+    LENGTH,
+    NO_DROPOUT,
+    WORDS,
+    build,
+    causal,
+    labelled_text,
+    text,
+)
 from tests.models.vision import own, pixels
-from tests.models.zoo import Entry, import_torchvision, logits_loss
+from tests.models.zoo import Entry, import_torchvision, logits_loss, token_loss
 
 
 def diffusers_model(name: str, **sizes: Any) -> nn.Module:
@@ -125,7 +135,21 @@ def detr() -> nn.Module:
     )
 
 
+def checkpointed(name: str, **sizes: Any) -> nn.Module:
+    model = build(name, **sizes)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
 FURTHER = {
+    "llama-checkpointed": Entry(
+        partial(checkpointed, "LlamaForCausalLM", **GROUPED), text, token_loss
+    ),
+    "bert-checkpointed": Entry(
+        partial(checkpointed, "BertForSequenceClassification", num_labels=3, **ENCODER),
+        labelled_text,
+        logits_loss,
+    ),
     "segformer": Entry(
         partial(build, "SegformerForSemanticSegmentation", **SEGFORMER), masks, logits_loss
     ),

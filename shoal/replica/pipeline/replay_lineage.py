@@ -94,7 +94,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         lineage = self._lineage
         for tensor in all_tensors((args, kwargs)):
-            if tensor.is_meta:
+            if tensor.is_meta and not _is_rescaled(tensor, func, args, kwargs):
                 lineage.on_meta(tensor)
         outputs = func(*args, **kwargs)
         marks = lineage.marks_of((args, kwargs))
@@ -158,6 +158,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from all_tensors(value)
+
+
+def _is_rescaled(tensor: Tensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """A weight is multiplied in place, by a number: the stage that has it does the same."""
+    written = [*_written(func, args, kwargs)]
+    is_alone = all(t is tensor for t in (*all_tensors((args, kwargs)), *written))
+    return bool(written) and is_alone and not torch.is_grad_enabled()
 
 
 _SHAPE = "shoal:shape"

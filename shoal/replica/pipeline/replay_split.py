@@ -11,8 +11,8 @@ import ast
 import inspect
 import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -43,13 +43,15 @@ def _read(kind: Any) -> _Reader:
 class _Reader(ast.NodeVisitor):
     """Follows methods of the same file, and those of parents by super().
 
-    `calls` are the attributes of self that are called, once for every place. Of two branches only
-    one counts, and none that leaves the forward.
+    `calls` are the attributes of self that are called, or whose modules are in a loop over them,
+    once for every place, and twice in a loop around it. Of two branches only one counts, and none
+    that leaves the forward. `paths` are calls of what is inside of a child, as of blocks[0].norm.
     """
 
     def __init__(self, kind: type):
         self.names: list[str] = []
         self.calls: list[str] = []
+        self.paths: set[str] = set()
         self.weights: set[str] = set()
         self._kind = kind
         self._inside: list[Any] = []  # functions
@@ -86,7 +88,30 @@ class _Reader(ast.NodeVisitor):
             if self._is_mine(node.func):
                 assert isinstance(node.func, ast.Attribute)
                 self.calls.append(node.func.attr)
+            elif path := self._path(node.func):
+                self.paths.add(path)
             self.visit(node.func)
+
+    def visit_For(self, node: ast.For) -> None:
+        """Over modules, as in `for block in self.blocks`; or around calls, which come again."""
+        self.visit(node.iter)
+        is_count = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range"
+        inside = [n for n in ast.walk(node.iter) if isinstance(n, ast.Attribute)]
+        self.calls += [n.attr for n in inside if self._is_mine(n) and not is_count]
+        for _ in range(2 if is_count else 1):
+            for statement in [*node.body, *node.orelse]:
+                self.visit(statement)
+
+    def _path(self, node: ast.expr) -> str:
+        """The name of self.CHILDREN[0].CHILD; empty where it is not one."""
+        if self._is_mine(node):
+            return node.attr  # type: ignore[attr-defined,no-any-return]
+        if isinstance(node, ast.Attribute) and (path := self._path(node.value)):
+            return f"{path}.{node.attr}"
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            path = self._path(node.value)
+            return f"{path}.{node.slice.value}" if path else ""
+        return ""
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
@@ -168,7 +193,9 @@ def find_units(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> l
 def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]:
     read = _read(cast(Any, type(module)))
     units: list[SplitUnit] = []
+    inside: dict[str, list[SplitUnit]] = {}  # by child
     for key, child in ordered_children(module):
+        start = len(units)
         child_name = full_name(name, key)
         # a norm with an activation in it is one unit
         has_units = any(True for inner in child.children() for _ in inner.parameters())
@@ -176,16 +203,18 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
             units += _units_in(child, child_name, opened)
         elif next(child.parameters(), None) is not None and key not in read.weights:
             units.append(SplitUnit(child_name, child))
+        inside[key] = [unit for unit in units[start:] if not unit.is_repeated]
     if "get_input_embeddings" in read.names:  # of Hugging Face, wherever that module is
         embedding = module.get_input_embeddings()  # type: ignore[operator]
         units.sort(key=lambda unit: unit.module is not embedding)
-    by_name = {unit.name: unit for unit in units}
-    called = [unit for key in read.calls if (unit := full_name(name, key)) in by_name]
-    after: dict[str, list[SplitUnit]] = {}
+    called = [key for key in read.calls if inside.get(key)]
+    after: dict[str, list[SplitUnit]] = {}  # what is called again, by the unit before it
     for i, again in enumerate(called):
-        between = [other for other in called[:i] if other != again]
-        if again in called[:i] and called[i - 1] != again:
-            after.setdefault(between[-1], []).append(replace(by_name[again], is_repeated=True))
+        if again in called[:i] and (called[i - 1] != again or len(inside[again]) > 1):
+            before = inside[called[i - 1]][-1].name
+            after.setdefault(before, []).extend(
+                replace(unit, is_repeated=True) for unit in inside[again]
+            )
     return [u for unit in units for u in (unit, *after.get(unit.name, ()))]
 
 
@@ -198,6 +227,14 @@ def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     named = [name for name in dict.fromkeys(_read(cast(Any, type(module))).names) if name in places]
     places |= dict(zip(named, sorted(places[name] for name in named), strict=True))
     return sorted(children, key=lambda item: places[item[0]])
+
+
+def _reached(module: nn.Module) -> Iterator[Iterable[nn.Module]]:
+    """The modules that a forward calls inside of others."""
+    for path in _read(cast(Any, type(module))).paths:
+        with suppress(AttributeError):
+            found = module.get_submodule(path)
+            yield found.modules()
 
 
 class ModuleSplit:
@@ -229,6 +266,8 @@ class ModuleSplit:
                 self.stages_of.setdefault(unit.module, set()).add(virtual)
         inside = {module for unit in self.units for module in unit.module.modules()}
         self.around = [module for module in model.modules() if module not in inside]
+        # what a forward calls inside of a unit: every stage may
+        self._shared = {m for outer in self.around for inner in _reached(outer) for m in inner}
         self.cost = largest_cost([u.cost(seconds) for u in self.units], points)
 
     # ------------------------------------------------------------------ where it is split
@@ -281,7 +320,7 @@ class ModuleSplit:
             for module in unit.modules():
                 inside.setdefault(module, set()).update(stages)
         for slot in tensor_slots(self.model):
-            if virtual in inside.get(slot.module, {virtual}):
+            if slot.module in self._shared or virtual in inside.get(slot.module, {virtual}):
                 yield slot.tensor
 
     # ------------------------------------------------------------------ what a stage computes

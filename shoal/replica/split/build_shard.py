@@ -41,6 +41,10 @@ def build_shard(
     Stages and split layers are chosen while the model is complete. Tensors whose initialization
     is `deferred` are filled layer by layer, and those of other workers released.
     """
+    if mesh.pp.size * mesh.ep.size * mesh.cp.size * mesh.tp.size > 1:
+        from shoal.replica.split.reentrant import replace_reentrant_checkpoints
+
+        replace_reentrant_checkpoints()
     pp = strategy.pp
     ep = strategy.ep if mesh.ep.size > 1 else None
     tp = strategy.tp if mesh.tp.size > 1 else None

@@ -60,15 +60,18 @@ def is_same(wanted: Tensor | None, found: Tensor | None, noise: float) -> bool:
 
 
 def gradients_of(outputs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """The gradients of a fixed combination of all outputs by the leaves that need one."""
+    """The gradients of a fixed combination of all outputs by the leaves that need one.
+
+    The leaves are no one else's. Where blocks of the model are checkpointed, this calls them again.
+    """
     trained = {name: p for name, p in leaves.items() if p.requires_grad}
     scored = [t for t in outputs if t.requires_grad]
     if not trained or not scored:
         return {}
     with torch.enable_grad():  # the script may call the model without
         total = score_of(scored)
-    found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-    return dict(zip(trained, found, strict=True))
+    total.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints take nothing else
+    return {name: leaf.grad for name, leaf in trained.items()}
 
 
 def score_of(outputs: list[Tensor]) -> Tensor:

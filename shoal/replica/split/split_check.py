@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.group import Op
@@ -282,10 +283,10 @@ def _noted_calls(
 def _compare(split: SplitModel, name: str, call: ModuleCall) -> None:
     part = split.outer.model.get_submodule(name)
     whole = split.outer.original.get_submodule(name)
-    function, leaves = _whole_function(split, name)
     run = partial(_run, split, call, split.sums_in(name))
+    tensors, leaves = _whole_tensors(split, name)
     try:
-        expected, expected_sums = run(function, leaves, whole, [])
+        expected, expected_sums = run(tensors, whole, [])
     except Exception as error:  # whatever a forward does in evaluation mode
         is_tried_again = split.experts is None and not whole.training
         if isinstance(error, (ShoalError, torch.OutOfMemoryError)) or not is_tried_again:
@@ -293,7 +294,7 @@ def _compare(split: SplitModel, name: str, call: ModuleCall) -> None:
         raise _FailsInEvaluation from error
     order: list[str] = []
     with split.refusing(name, lambda: _stuck(part, order, expected_sums)):
-        actual, actual_sums = run(part, dict(part.named_parameters()), part, order)
+        actual, actual_sums = run(_copied_parameters(part), part, order)
     same = {
         key: is_close(t, actual_sums[key]) for key, t in expected_sums.items() if key in actual_sums
     }
@@ -309,30 +310,38 @@ def _compare(split: SplitModel, name: str, call: ModuleCall) -> None:
             raise split.refusal(name, key, "does not compute what the model does")
 
 
-def _whole_function(split: SplitModel, name: str) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-    """A module of the model as it was built, with full tensors; its parameters by name."""
+def _whole_tensors(split: SplitModel, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All tensors of a module of the model as it was built, in full; the parameters of those."""
     part = split.outer.model.get_submodule(name)
-    whole = split.outer.original.get_submodule(name)
     trained = dict(part.named_parameters())
     named: dict[str, Tensor] = {**trained, **dict(part.named_buffers())}
     full = split.full({full_name(name, n): t.detach() for n, t in named.items()})
     tensors = {n: full[full_name(name, n)].clone() for n in named}
     leaves = {n: tensors[n].requires_grad_(p.requires_grad) for n, p in trained.items()}
-    return lambda *args, **kwargs: functional_call(whole, tensors, args, kwargs), leaves
+    return tensors, leaves
+
+
+def _copied_parameters(part: nn.Module) -> dict[str, Tensor]:
+    """Whose gradients no one else sees; tied ones stay tied."""
+    copies: dict[int, Tensor] = {}
+    return {
+        name: copies.setdefault(id(p), p.detach().clone().requires_grad_(p.requires_grad))
+        for name, p in part.named_parameters(remove_duplicate=False)
+        if not p.is_meta
+    }
 
 
 def _run(
     split: SplitModel,
     call: ModuleCall,
     sums: list[str],
-    function: Callable[..., Any],
-    parameters: dict[str, Any],
+    tensors: dict[str, Tensor],
     module: nn.Module,
     order: list[str],
 ) -> tuple[Computed, dict[str, Tensor]]:
-    """One forward, and one backward from a combination of all outputs.
+    """One forward with `tensors`, and one backward from a combination of all outputs.
 
-    What `function` computes, and the outputs of layers `sums` inside of `module`. The linear
+    What `module` computes, and the outputs of layers `sums` inside of it. The linear
     layers of a split model go to `order` as they run. Of experts the gradients of inputs are
     compared, too.
     """
@@ -351,19 +360,20 @@ def _run(
             lambda t: t.detach().requires_grad_(split.with_gradients and t.is_floating_point()),
             given,
         )
-        leaves = [t for t in tensors_of(given) if t.requires_grad]
-        inputs = {f"input {i}": t for i, t in enumerate(leaves)}
+        wanted = [t for t in tensors_of(given) if t.requires_grad]
+        inputs = {f"input {i}": t for i, t in enumerate(wanted)}
     linear = [n for n, m in module.named_modules() if isinstance(m, ColumnLinear | RowLinear)]
     seed_generators(split.outer.device, call.seed)
     with ExitStack() as hooks, torch.set_grad_enabled(split.with_gradients):
+        hooks.enter_context(_reparametrize_module(module, tensors, tie_weights=True))
         for name in {*sums, *linear}:
             layer = module.get_submodule(name)
             hooks.callback(layer.register_forward_hook(partial(note, name)).remove)
         # a forward may change its inputs in place
         args, kwargs = map_tensors(lambda t: t + 0 if t.requires_grad else t.clone(), given)
-        outputs = tensors_of(full_activations(function(*args, **kwargs)))
-    trained = {n: p for n, p in parameters.items() if p.device.type != "meta"} | inputs
-    gradients = gradients_of(outputs, trained) if split.with_gradients else {}
+        outputs = tensors_of(full_activations(module(*args, **kwargs)))
+        leaves = {n: p for n, p in tensors.items() if p.requires_grad} | inputs
+        gradients = gradients_of(outputs, leaves) if split.with_gradients else {}
     return Computed([t.detach() for t in outputs], gradients), noted
 
 
@@ -383,12 +393,13 @@ def _stuck(part: nn.Module, order: list[str], sums: dict[str, Tensor]) -> str:
 
 @torch.no_grad()
 def _compare_outputs(split: SplitModel, call: ModuleCall, outputs: list[Tensor]) -> None:
-    function, _ = _whole_function(split, "")
+    tensors, _ = _whole_tensors(split, "")
+    whole = split.outer.original
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         seed_generators(split.outer.device, call.seed)
         copied: Tree = map_tensors(lambda t: t.clone(), (args, kwargs))
-        return tensors_of(full_activations(function(*copied[0], **copied[1])))
+        return tensors_of(full_activations(functional_call(whole, tensors, *copied)))
 
     expected = run(call.args, call.kwargs)
     pairs = list(zip(expected, outputs, strict=False))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
@@ -195,11 +195,15 @@ class StageCheck:
             tensors = {name: leaves[aliases.get(name, name)] for name in tensors}
             seed_forward(self._device, micro.seed)
         args, kwargs = call_arguments(micro.inputs)
-        with preserve_modes(whole), torch.set_grad_enabled(with_gradients):
+        with (
+            preserve_modes(whole),
+            torch.set_grad_enabled(with_gradients),
+            _reparametrize_module(whole, tensors),
+        ):
             quiet(whole)
-            result = functional_call(whole, tensors, args, kwargs, tie_weights=False)
-        outputs = tensors_of(full_activations(result))
-        return Computed([t.detach() for t in outputs], gradients_of(outputs, wanted))
+            outputs = tensors_of(full_activations(whole(*args, **kwargs)))
+            gradients = gradients_of(outputs, wanted)
+        return Computed([t.detach() for t in outputs], gradients)
 
     def _names(self) -> list[str]:
         return [name for name, _ in self._model.named_parameters()]

@@ -187,7 +187,7 @@ def _mlp_in(layers: Layers, name: str) -> SplitBlock | None:
         widens = len(inputs) == 1 and narrow.inputs > min(inputs)
         is_last = list(children)[-1] == down or _is_narrow(down)
         if (widens or _is_narrow(down)) and is_last and not _has_norm(layers, name, narrow.inputs):
-            if _has_layer_between(module, ups[0], down):
+            if _has_layer_between(module, ups[0], down, narrow.inputs):
                 continue
             columns = tuple(full_name(name, k) for k in ups)
             return SplitBlock(name, columns, full_name(name, down), blocks=(1, 2))
@@ -210,8 +210,8 @@ def _has_norm(layers: Layers, name: str, width: int) -> bool:
     return False
 
 
-def _has_layer_between(module: nn.Module, first: str, last: str) -> bool:
-    """Whether a layer over all features stands there, such as a decoder's nn.LSTM."""
+def _has_layer_between(module: nn.Module, first: str, last: str, width: int) -> bool:
+    """Whether a layer over all features stands there: a decoder's nn.LSTM, a depthwise Conv2d."""
     keys = list(module._modules)
     between = keys[keys.index(first) + 1 : max(keys.index(last), keys.index(first) + 1)]
     return any(
@@ -219,7 +219,8 @@ def _has_layer_between(module: nn.Module, first: str, last: str) -> bool:
         for child in map(module._modules.get, between)
         if child is not None and linear_like(child) is None  # it is not the other one that widens
         for layer in child.modules()
-        if not isinstance(layer, (nn.Embedding, nn.modules.conv._ConvNd))
+        if not isinstance(layer, nn.Embedding)
+        if not isinstance(layer, nn.modules.conv._ConvNd) or layer.in_channels == width
         for p in layer.parameters(recurse=False)
     )
 
