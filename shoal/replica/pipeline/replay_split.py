@@ -109,8 +109,8 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute) and (path := self._path(node.value)):
             return f"{path}.{node.attr}"
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            path = self._path(node.value)
-            return f"{path}.{node.slice.value}" if path else ""
+            path, index = self._path(node.value), node.slice.value
+            return f"{path}.{index}" if path and isinstance(index, int) else ""
         return ""
 
     def visit_If(self, node: ast.If) -> None:
