@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness import FASTER, check_names, say
+from benchmarks.validation.published_report import published
 from benchmarks.validation.report import validate
 from shoal.cli import new_app, run_app
 from shoal.commands import options
@@ -16,6 +17,7 @@ from shoal.errors import BadInput
 
 app = new_app("Measure Shoal against other libraries.")
 app.command()(validate)
+app.command()(published)
 WORKLOADS = ("digits", "gpt", "mlp", "mlp-small")
 
 

@@ -17,6 +17,7 @@ from shoal.cluster import Cluster
 from shoal.cluster.units import parse_bytes
 from shoal.commands.subject import Subject, named_cluster, workload_of_script
 from shoal.errors import BadInput
+from shoal.plan.accuracy import places
 from shoal.plan.explain import in_script, nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
@@ -39,6 +40,7 @@ class PlannedStrategy:
     prediction: Prediction
     why: str
     merged: tuple[str, ...]  # others of its layout that are neither faster nor smaller
+    place: tuple[int, int]  # the first and the last that it may have, by the ranges of predictions
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def rank_strategies(
 ) -> FoundPlan:
     """Every valid strategy that fits the memory, ranked by predicted time, with the reasons.
 
+    Strategies whose `place` overlaps are equal as far as predictions can tell.
     `limit` is the memory of a device where it is not the cluster's: bytes, or text such as "10GB".
     """
     subject = _subject(model, batch, workers)
@@ -122,8 +125,9 @@ def _planned(found: tuple[Priced, ...]) -> tuple[PlannedStrategy, ...]:
             one.prediction,
             why(one, found[0]),
             one.merged,
+            place,
         )
-        for one in found
+        for one, place in zip(found, places([one.prediction for one in found]), strict=True)
         for tried in [one.candidate]
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from benchmarks.validation.fit import BOUNDS, Fitted, fit
+from benchmarks.validation.fit import BOUNDS, EAGER, Fitted, fit
 from benchmarks.validation.measured import TimedRow
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
@@ -27,6 +27,8 @@ from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter
+_POINTWISE = [f"{name}{way}" for name in ("norm", "add", "activation") for way in ("", " backward")]
+_EAGER_FACTOR = 3.5  # where a cluster has none: fitted on both GPUs
 _MOST_ROWS = 200  # of a fit of about ten constants
 OnFit = Callable[[int, int, float], None]  # which fit of how many, and its error so far
 _MICROBATCHES = (1, 2, 4, 8, 16)  # tried where a table does not say
@@ -46,8 +48,15 @@ class RunsAs:
     zero3_of: Zero3 = "shoal"
     nics: tuple[int, float] | None = None  # of a node, Gb/s each; None: as the cluster has them
 
+    eager: bool = False  # norms, additions and activations are not fused
+
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with the network that the runs had."""
+        """The cluster with the network and the kernels that the runs had."""
+        if self.eager:
+            factors = dict(cluster.device.kernel_factors)
+            slow = {name: factors.get(EAGER, _EAGER_FACTOR) for name in _POINTWISE}
+            device = replace(cluster.device, kernel_factors=factors | slow)
+            cluster = replace(cluster, device=device)
         if self.nics is None or cluster.node.nic is None:
             return cluster
         nic = replace(cluster.node.nic, bytes_per_s=self.nics[1] * 1e9 / 8)

@@ -29,16 +29,19 @@ Floats = NDArray[np.float64]
 Predict = Callable[[Cluster], Sequence[float]]  # seconds of the rows, on a cluster
 # name: the least and the most that hardware and its software have
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    "matmul_efficiency": (0.2, 1.0),
+    "matmul_efficiency": (0.2, 0.85),
     "matmul_half_at_flops": (1e7, 1e11),
-    "memory_efficiency": (0.2, 1.0),
+    "attention_factor": (1.0, 3.0),
+    "eager_factor": (1.0, 4.0),
+    "overlap_cost": (0.01, 0.5),
+    "memory_efficiency": (0.2, 0.95),
     "memory_half_at_bytes": (1e3, 1e8),
     "launch_s": (1e-6, 2e-4),
     "wait_s": (1e-6, 2e-3),
     "step_s": (1e-4, 2.0),
-    "fabric_efficiency": (0.2, 1.0),
+    "fabric_efficiency": (0.2, 0.8),
     "fabric_alpha_s": (5e-7, 1e-4),
-    "nic_efficiency": (0.2, 1.0),
+    "nic_efficiency": (0.85, 0.95),
     "nic_alpha_s": (1e-6, 2e-4),
 }
 # how far from the cluster's own a constant may be, as a logarithm, for the cost of one error of
@@ -46,18 +49,22 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 WIDTHS: Mapping[str, float] = {
     "matmul_efficiency": 0.2,
     "matmul_half_at_flops": 1.0,
+    "attention_factor": 0.5,
+    "eager_factor": 0.5,
+    "overlap_cost": 1.0,
     "memory_efficiency": 0.2,
     "memory_half_at_bytes": 1.0,
-    "launch_s": 2.0,
+    "launch_s": 1.0,
     "wait_s": 2.0,
     "step_s": 2.0,
-    "fabric_efficiency": 0.2,
+    "fabric_efficiency": 0.1,
     "fabric_alpha_s": 1.0,
-    "nic_efficiency": 0.5,
+    "nic_efficiency": 0.1,
     "nic_alpha_s": 1.0,
 }
+EAGER = "eager"  # a kernel factor: of norms, additions and activations that are not fused
 _PRIOR_ERROR = 0.005
-_LAUNCHES = (None, 2e-5, 8e-5)  # further starts; None: as the cluster has it
+_LAUNCHES = (None, 2e-5, 6e-5)  # further starts; None: as the cluster has it
 _WAITS = (None, 3e-4)
 _SMALL = 0.02  # errors below this weigh by their square
 _NO_SLOPE = 1e-6
@@ -100,6 +107,9 @@ def constants_of(cluster: Cluster) -> dict[str, float]:
     values = {
         "matmul_efficiency": device.matmul_efficiency.points[-1][1],
         "matmul_half_at_flops": half_size(device.matmul_efficiency),
+        "attention_factor": device.factor_of("attention"),
+        "eager_factor": device.factor_of(EAGER),
+        "overlap_cost": device.overlap_cost,
         "memory_efficiency": device.memory_efficiency.points[-1][1],
         "memory_half_at_bytes": half_size(device.memory_efficiency),
         "launch_s": device.launch_s,
@@ -120,6 +130,13 @@ def with_constants(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
         cluster.device,
         matmul_efficiency=saturating(values["matmul_efficiency"], values["matmul_half_at_flops"]),
         memory_efficiency=saturating(values["memory_efficiency"], values["memory_half_at_bytes"]),
+        kernel_factors={
+            **cluster.device.kernel_factors,
+            "attention": values["attention_factor"],
+            "attention backward": values["attention_factor"],
+            EAGER: values["eager_factor"],
+        },
+        overlap_cost=values["overlap_cost"],
         launch_s=values["launch_s"],
         wait_s=values["wait_s"],
         step_s=values["step_s"],
@@ -151,21 +168,26 @@ def fit(
     measured_s: Sequence[float],
     predict: Predict,
     rounds: int = 20,
+    weights: Sequence[float] | None = None,
+    near: Mapping[str, float] | None = None,
     on_error: Callable[[float], None] = lambda error: None,
 ) -> Fitted:
     """Constants for which `predict` is nearest to what was measured, from those of `cluster`.
 
-    `on_error` hears the mean absolute error of every point that is tried.
+    `on_error` hears the mean absolute error of every point that is tried. The search starts at
+    `near`, where that is given; the prior is always that of `cluster`.
     """
     from scipy.optimize import least_squares  # of the extra `bench`
 
     table = _Table(cluster, measured_s, predict)
-    start = min(table.starts(), key=lambda point: _common_factor_error(table.residuals(point)))
+    heavy = np.ones(len(measured_s)) if weights is None else np.array(weights)
+    starts = table.starts() if near is None else [table.point(table.first | dict(near))]
+    start = min(starts, key=lambda point: _common_factor_error(table.residuals(point)))
 
     def residuals(point: Floats) -> Floats:
         errors = table.residuals(point)
         on_error(float(np.abs(errors).mean()))
-        return np.concatenate([errors, table.stiffness * (point - table.prior)])
+        return np.concatenate([errors * heavy, table.stiffness * (point - table.prior)])
 
     found = least_squares(
         residuals,
@@ -217,7 +239,12 @@ class _Table:
     def starts(self) -> list[Floats]:
         others = product(_LAUNCHES, _WAITS)
         points = [self.first | _given(launch_s=one, wait_s=two) for one, two in others]
-        return [np.log(np.array(list(point.values()))) for point in points]
+        return [self.point(one) for one in points]
+
+    def point(self, values: Mapping[str, float]) -> Floats:
+        inside = np.log(np.array([values[name] for name in self.names]))
+        inner = (self.low + _AT_BOUND / 2, self.high - _AT_BOUND / 2)
+        return np.asarray(np.clip(inside, *inner), dtype=np.float64)
 
     def residuals(self, point: Floats) -> Floats:
         values = {name: float(x) for name, x in zip(self.names, np.exp(point), strict=True)}

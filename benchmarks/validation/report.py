@@ -97,14 +97,14 @@ def _parts(found: Validation, title: str, worst: int) -> Iterator[Table | str]:
     if worst > 0:
         yield _worst_table(found, worst)
     if found.fitted is not None:
-        yield _fitted_table(found.fitted)
+        yield fitted_table(found.fitted)
 
 
 def _say_fit(say: Callable[[str], None], fit: int, of: int, error: float) -> None:
     say(f"fit {fit} of {of}: mean error {error:.1%}")
 
 
-def _fitted_table(fitted: Fitted) -> Table:
+def fitted_table(fitted: Fitted) -> Table:
     heads = ["constant", "fitted", "least", "most", ""]
     rows = []
     for name, value in fitted.values.items():

@@ -73,6 +73,8 @@ class Device:
     # bytes a second of an asynchronous push and pull, with an update as SGD with momentum makes it
     served_bytes_per_s: float | None = None  # None: from passes over memory
     served_efficiency: Curve = Curve()  # share of it by bytes of a push
+    # of the time of communication beside kernels, what they take longer: it needs units and memory
+    overlap_cost: float = 0.0
     backward_launch_s: float | None = None  # the same through autograd; None: as `launch_s`
     synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
     update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels

@@ -76,6 +76,7 @@ class _DeviceTable(_Figures, kw_only=True):
     matmul_efficiency: _Points = 1.0
     memory_efficiency: _Points = 1.0
     launch_us: _Number = 0.0
+    overlap_cost: _Number = 0.0
     backward_launch_us: _Positive | None = None
     wait_us: _Number = 0.0
     meet_us: _Number = 0.0

@@ -34,8 +34,9 @@ def plan(
 ) -> None:
     """Find the fastest strategies for a model on a cluster, and say why.
 
-    All valid strategies that fit the memory are ranked by their predicted time; the notation can
-    be pasted after -s. Nothing is trained.
+    All valid strategies that fit the memory are ranked by their predicted time, each with its range
+    (80% of published runs of its kind) and the places that it may have: plans inside the range of
+    each other are equal. The notation can be pasted after -s. Nothing is trained.
     """
     hardware = asked.hardware(workers)
     subject = asked.subject(workers)
@@ -59,7 +60,8 @@ def plan(
     heading = bold(f"{subject.workload.name} on {on}, batch {subject.batch}")
     counts = (
         f"\n{result.variants} variants of strategies, {result.priced} of them priced: the others "
-        "are slower than the slowest one here, or larger"
+        "are slower than the slowest one here, or larger; plans whose places overlap are equal "
+        "within their ranges"
     )
     show(document, [heading, *_parts(found), counts], as_json, wraps=True)
     if not result.ranked:
@@ -80,11 +82,12 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
 
 
 def _parts(found: FoundPlan) -> Iterator[Part]:
-    for number, one in enumerate(found.ranked, 1):
-        yield from _lines(f"{number:>2}", one)
+    for one in found.ranked:
+        first, last = one.place
+        yield from _lines(f"{first}-{last}" if last > first else str(first), one)
     for title, mark, others in (
-        ("\nfaster, and too large", " -", found.too_large),
-        ("\nnot the result of one device", " ~", found.asynchronous),
+        ("\nfaster, and too large", "-", found.too_large),
+        ("\nnot the result of one device", "~", found.asynchronous),
     ):
         if others:
             yield bold(title)
@@ -97,9 +100,10 @@ def _parts(found: FoundPlan) -> Iterator[Part]:
 def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
     prediction = one.prediction
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.0%}"
+    between = f"({show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)})"
     yield (
-        f"{mark}  {show_seconds(prediction.step_s):>7}  {show_bytes(prediction.memory.total):>7}"
-        f"  {one.strategy}{'  ' + one.options if one.options else ''}"
+        f"{mark:>4}  {show_seconds(prediction.step_s):>7} {between:>20}"
+        f"  {show_bytes(prediction.memory.total):>7}  {f'{one.strategy}  {one.options}'.rstrip()}"
     )
     merged = f"not better: {', '.join(one.merged)}" if one.merged else ""
     for line in (f"{one.why}{utilization}", one.in_script, prediction.convergence, merged):
@@ -108,5 +112,5 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
 
 
 def _entry(one: PlannedStrategy) -> dict[str, Any]:
-    words = {key: getattr(one, key) for key in ("options", "in_script", "why", "merged")}
+    words = {key: getattr(one, key) for key in ("options", "in_script", "why", "merged", "place")}
     return {**one.prediction.as_dict(), **words}

@@ -56,6 +56,7 @@ def _cells(one: Prediction, first: Prediction) -> list[str]:
     return [
         str(one.workers),
         show_seconds(one.step_s),
+        f"{show_seconds(one.low_s)} to {show_seconds(one.high_s)}",
         f"{one.samples_per_s:.3g}",
         f"{speedup:.2f}",
         f"{speedup * first.workers / one.workers:.0%}",
@@ -172,7 +173,7 @@ def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> N
     name = subject.workload.name
     strategies = ", ".join(dict.fromkeys(one.strategy for one in found))
     heading = f"{name} under {strategies} on {found[0].cluster}, batch {subject.batch}"
-    heads = ["workers", "step", "samples/s", "speed-up", "efficiency", "MFU", "memory"]
+    heads = ["workers", "step", "range", "samples/s", "speed-up", "efficiency", "MFU", "memory"]
     table = plain_table("", [*heads, "most of it"], [_cells(one, found[0]) for one in found])
     table.columns[-1].justify = "left"
     document = {"model": name, "predictions": [one.as_dict() for one in found]}

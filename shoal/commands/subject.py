@@ -92,8 +92,8 @@ class SubjectOptions:
         _Text, typer.Option(help="Of a transformer: mixed or fp32.", show_default="mixed")
     ] = None
     flash_attention: Annotated[
-        bool, typer.Option("--flash-attention", help="Scores of attention are never in memory.")
-    ] = False
+        bool, typer.Option(help="Whether scores of attention are never in memory.")
+    ] = True
 
     def subject(self, workers: int) -> Subject:
         if (self.model is None) == (self.gpt is None):

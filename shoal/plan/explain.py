@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.units import show_bytes, show_seconds
+from shoal.plan.accuracy import is_faster
 from shoal.plan.candidates import divisors
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
-from shoal.plan.search import Priced
+from shoal.plan.search import NEAR_MISS, Priced
 from shoal.plan.workloads import Workload, parameters_of
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
@@ -77,13 +78,16 @@ def why(one: Priced, best: Priced) -> str:
         return f"as fast as the first up to {mine.step_s / first.step_s - 1:.1%}"
     words = f"{show_seconds(worst.seconds)} of {show_seconds(mine.step_s)} is {part_words(worst)}"
     before = worst.seconds - lost[worst.name]
-    return f"{words}, against {show_seconds(before) if before else 'none'} in the first"
+    words = f"{words}, against {show_seconds(before) if before else 'none'} in the first"
+    return words if is_faster(first, mine) else f"equal to the first within their ranges; {words}"
 
 
 def does_not_fit(one: Prediction) -> str:
     kind, most = largest_kind(one.memory)
     need, limit = (show_bytes(size) for size in (one.memory.total, one.memory_limit_bytes))
-    return f"does not fit: {need} of {limit}, of which {kind} {show_bytes(most)}"
+    over = one.memory.total / one.memory_limit_bytes - 1
+    words = f"a near miss, {over:.1%} too large" if over < NEAR_MISS else "does not fit"
+    return f"{words}: {need} of {limit}, of which {kind} {show_bytes(most)}"
 
 
 def largest_kind(memory: DeviceMemory) -> tuple[str, float]:
@@ -100,8 +104,8 @@ def options_of(settings: PlanSettings) -> str:
         words.append(f"--microbatch {settings.microbatch}")
     if settings.recompute != "none":
         words.append(f"--recompute {settings.recompute}")
-    if settings.flash_attention:
-        words.append("--flash-attention")
+    if not settings.flash_attention:
+        words.append("--no-flash-attention")
     return " ".join(words)
 
 

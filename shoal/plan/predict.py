@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
+from shoal.plan.accuracy import range_of
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
@@ -38,7 +39,7 @@ class PlanSettings:
     batch: int  # samples of the global batch
     microbatch: int | None = None  # samples; None: as pp or the script says
     recompute: Recompute = "none"
-    flash_attention: bool = False
+    flash_attention: bool = True  # scores are never in memory
     overlap: bool = True  # gradients are sent while backward runs
     even_stages: bool = False  # as many blocks in every stage, however long the head takes
     scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
@@ -151,14 +152,16 @@ class Predictor:
         if turns > 1:  # each step of all replicas is so many batches
             parts = tuple(part._replace(seconds=part.seconds / turns) for part in parts)
         step_s = sum(part.seconds for part in parts)
+        several_nodes = workers > self.cluster.node.devices
+        low, high = range_of(pricer.cluster.device, text, several_nodes)
         return Prediction(
             strategy=text,
             workers=workers,
             cluster=self.cluster.name,
             batch=settings.batch,
             step_s=step_s,
-            low_s=step_s - sync.spread_s[0],
-            high_s=step_s + sync.spread_s[1],
+            low_s=low * (step_s - sync.spread_s[0]),
+            high_s=high * (step_s + sync.spread_s[1]),
             parts=parts,
             memory=replace(
                 sync.memory,

@@ -40,7 +40,7 @@ class Prediction:
     cluster: str
     batch: int
     step_s: float
-    low_s: float  # the spread that noise and the spread of measured figures give
+    low_s: float  # what noise, and the error that rows of its kind had, leave open: 80%
     high_s: float
     parts: tuple[Part, ...]
     memory: DeviceMemory

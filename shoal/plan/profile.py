@@ -121,7 +121,7 @@ def _paced(device: Device, paces: Sequence[tuple[int, dict[str, _Pace]]], worker
 
 def _predicted(device: Device, workload: Workload, rows: int) -> dict[str, float]:
     model = KernelModel(device, workload.precision.compute)
-    split = Split(microbatch=rows)
+    split = Split(microbatch=rows, flash_attention=True)
     forward_s = backward_s = 0.0
     for number, run in enumerate(workload.runs):
         cost = workload.cost(number, split)

@@ -29,6 +29,7 @@ from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Layout
 
 AS_FAST = 1.02  # predictions that are closer than this are no reason to prefer one
+NEAR_MISS = 0.05  # of the memory: what is larger by less may fit after all
 _EQUAL = 1.001  # times closer than this are the same
 _KNOWN = ("single", "ddp", "zero")  # ways to agree, the plainest first
 
@@ -87,6 +88,13 @@ def order(one: Priced) -> tuple[float, float, int]:
     return time, one.prediction.memory.total, len(one.prediction.strategy)
 
 
+def _too_large(one: Priced) -> tuple[bool, tuple[float, float, int]]:
+    """Near misses first, then by time."""
+    prediction = one.prediction
+    limit = (1 + NEAR_MISS) * prediction.memory_limit_bytes
+    return prediction.memory.total > limit, order(one)
+
+
 OnPriced = Callable[[int, int], None]  # shapes done, and of how many
 _INSIDE_REPLICA = ("forward", "backward", "tp", "cp", "ep")
 _LADDER: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -133,7 +141,7 @@ def search(
     priced = run.priced
     ranked = merge(exact.fits.values())[: options.top]
     best_s = ranked[0].seconds if ranked else 0.0
-    faster = sorted((one for one in exact.larger.values() if one.seconds < best_s), key=order)
+    faster = sorted((one for one in exact.larger.values() if one.seconds < best_s), key=_too_large)
     return SearchResult(
         tuple(ranked),
         tuple(faster[:3]),

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import app
-from benchmarks.validation.compare import PricedTable, RunsAs, validate
+from benchmarks.validation.compare import Compared, PricedTable, RunsAs, validate
+from benchmarks.validation.cross import HeldOut, ranges
 from benchmarks.validation.fit import BOUNDS, constants_of, fit, with_constants
 from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
+from benchmarks.validation.published import PublishedTable
 from shoal.cli import run_app
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
@@ -124,3 +126,16 @@ def test_bad_input_is_a_sentence(
 ) -> None:
     status, _, err = run(capsys, tmp_path, *words.split())
     assert status == 2 and said in err
+
+
+def test_a_range_has_80_percent_of_the_rows_of_a_kind() -> None:
+    table = PublishedTable("rows", ())
+    compared = tuple(Compared(n, "ddp", 8, 1 + n / 100, 1.0) for n in range(-50, 51))
+    wide = tuple(Compared(n, "zero(3)", 64, 2.0, 1.0) for n in range(3))
+    fitted = fit(load_cluster("dgx-a100"), [1.0], lambda there: [1.0], rounds=1)
+    held = [HeldOut(table, compared, fitted), HeldOut(table, wide, fitted)]
+    one, sharded = ranges(held)
+    assert (one.kind, sharded.kind) == ("one node", "zero(3) on several nodes")
+    assert 0.8 <= one.covered < 0.82
+    assert (one.low, one.high) == pytest.approx((0.6, 1.4), abs=0.011)
+    assert (sharded.low, sharded.high) == (2.0, 2.0)

@@ -159,7 +159,7 @@ def test_a_worker_that_has_all_cores_is_held_against_their_peak(workers: int, de
     prediction = predicted(host(devices))
     peak, limit = (8e11, 16e9) if 1 in (devices, workers) else (1e11, 2e9)
     assert prediction.mfu is not None and prediction.mfu <= 1
-    rate = SMALL_MODEL.model_flops(8) / prediction.step_s / workers
+    rate = SMALL_MODEL.model_flops(8, True) / prediction.step_s / workers
     assert prediction.mfu == pytest.approx(rate / peak)
     assert prediction.memory_limit_bytes == limit
     assert predicted(host(devices).with_memory(1e9)).memory_limit_bytes == 1e9

@@ -145,6 +145,17 @@ def parts(model: object, text: str, bytes_per_s: float, settings: PlanSettings =
     return {part.name: part.seconds for part in found.parts}
 
 
+@pytest.mark.parametrize("bytes_per_s", [100e9, 20e9, 2e9])
+@pytest.mark.parametrize("text", ["cp(8)", "tp(2) + cp(4)", "ddp + cp(2)", "zero(3)"])
+def test_slower_launches_make_nothing_faster(text: str, bytes_per_s: float) -> None:
+    times = []
+    for launch_s in (0.0, 1e-6, 1e-5, 1e-4, 1e-3):
+        there = cluster(bytes_per_s)
+        there = replace(there, device=replace(GPU, launch_s=launch_s))
+        times.append(Predictor(MODEL, there).predict(parse(text), 8, SPARSE).step_s)
+    assert times == sorted(times)
+
+
 @pytest.mark.parametrize("bytes_per_s", [1e12, 20e9, 1e9])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_attention_under_cp_takes_what_the_schedule_of_the_ring_takes(

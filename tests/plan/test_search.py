@@ -12,9 +12,11 @@ import shoal
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
+from shoal.plan.accuracy import ONE_NODE, RANGES, SEVERAL_NODES, SHARDED, places
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
-from shoal.plan.explain import in_script, nothing_fits, smaller_micro_batches, why
+from shoal.plan.explain import does_not_fit, in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
+from shoal.plan.prediction import Prediction
 from shoal.plan.search import SearchOptions, SearchResult, plainest_first, search
 from shoal.plan.step.collective_time import RankGroup
 from shoal.plan.workloads import Recompute
@@ -75,6 +77,45 @@ def test_of_equally_fast_strategies_the_plainest_is_the_first() -> None:
     ranked = [str(found.candidate.strategy) for found in plainest_first(priced)]
     assert (ranked[0], ranked[-1]) == ("ddp", "single")
     assert "faster than the first, which is plainer" in why(priced[0], priced[2])
+
+
+def predicted(step_s: float, low: float = 0.9, high: float = 1.2) -> Prediction:
+    one = found(80).ranked[0].prediction
+    return replace(one, step_s=step_s, low_s=low * step_s, high_s=high * step_s)
+
+
+def test_plans_inside_the_range_of_each_other_are_not_ranked_apart() -> None:
+    times = [predicted(seconds) for seconds in (1.0, 1.05, 1.25, 2.0)]
+    assert places(times) == [(1, 2), (1, 3), (2, 3), (4, 4)]
+    for (one, a), (other, b) in itertools.permutations(zip(times, places(times), strict=True), 2):
+        if one.low_s <= other.step_s <= one.high_s:
+            assert a[0] <= b[1] and b[0] <= a[1]
+    sure, unsure = predicted(1.1, 1.0, 1.0), predicted(1.0, 0.9, 2.0)
+    assert places([sure, unsure]) == [(1, 2), (1, 2)]
+
+
+def test_ranges_are_those_of_published_runs_but_for_measured_machines() -> None:
+    def between(hardware: Cluster, text: str, workers: int) -> tuple[float, float]:
+        one = Predictor(MODEL, hardware).predict(parse(text), workers, BATCH)
+        return round(one.low_s / one.step_s, 2), round(one.high_s / one.step_s, 2)
+
+    exact = cluster(80)
+    for text, workers, kind in (
+        ("ddp", 2, ONE_NODE),
+        ("zero(3)", 2, ONE_NODE),
+        ("ddp + tp(2)", 4, SEVERAL_NODES),
+        ("zero(3)", 4, SHARDED),
+    ):
+        assert between(exact, text, workers) == RANGES[kind]
+    measured = replace(exact, device=replace(exact.device, source="measured"))
+    assert between(measured, "zero(3)", 4) == (1.0, 1.0)
+
+
+def test_a_plan_that_is_a_little_too_large_is_a_near_miss() -> None:
+    one = found(80).ranked[0].prediction
+    for size, words in ((1.03, "a near miss, 3.0% too large"), (1.2, "does not fit")):
+        limited = replace(one, memory_limit_bytes=one.memory.total / size)
+        assert does_not_fit(limited).startswith(words)
 
 
 def test_of_one_layout_none_is_slower_and_larger_than_another() -> None:

@@ -326,7 +326,7 @@ def part_of(name: str, strategy: str, workers: int = WORKERS) -> Part:
 def test_a_reduction_to_owners_costs_no_more_than_the_sum_that_contains_it() -> None:
     summed_s = part_of("gradients", "ddp").seconds
     for stage in (1, 2):
-        assert part_of("gradients", f"zero({stage})").seconds <= 1.1 * summed_s
+        assert part_of("gradients", f"zero({stage})").seconds <= 1.2 * summed_s
     few, many = (part_of("gradients", "zero(3)", workers).seconds for workers in (128, WORKERS))
     assert many < 8 * few + 0.05  # they do not grow with the square of replicas
 

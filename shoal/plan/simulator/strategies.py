@@ -170,6 +170,8 @@ def simulate_strategy(
         steps or (agreeing.every if waits else _SOME_STEPS),
     )
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
+    if work.stages > 1:  # a blocking send there, and one back
+        slowest_s += 2 * pricer.cluster.device.wait_s
     left_out = work.microbatches - kept
     step_s = (run.step_s + left_out * slowest_s) / batches_in_turns(resolved.layout, term)
     return SimulatedStep(step_s, run, left_out, _busiest(topology, run))

@@ -204,12 +204,16 @@ class LayerClock:
         return spent
 
     def _hidden_s(self, message: LayerMessage, groups: AxisGroups) -> float:
-        """What computing hides: all rounds of a ring but the last one send meanwhile."""
+        """What computing hides: all rounds of a ring but the last one send meanwhile.
+
+        Launches hide nothing: the host launches messages, too.
+        """
         if not message.beside or self.network.cluster.device.synchronous:
             return 0.0
         group = groups[MESSAGE_AXES.index(message.axis)]
         took = self.network.collective(message.kind, group, message.bytes)
-        beside_s = self._kernels.time(message.beside).seconds * (group.size - 1) / group.size
+        busy_s = self.network.cluster.device.forward_pace * self._kernels.busy_s(message.beside)
+        beside_s = busy_s * (group.size - 1) / group.size
         return min(took.seconds, beside_s)
 
 

@@ -256,8 +256,12 @@ class SyncQuestion:
         first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
         queue_s = first_ready_s + all_s - hidden
         if queue_s <= times[-1].seconds:
-            return min(times[-1].seconds, all_s), times[-1].bound
-        return min(queue_s, all_s), _bound(buckets, adds)
+            return self.beside_s(all_s, min(times[-1].seconds, all_s)), times[-1].bound
+        return self.beside_s(all_s, min(queue_s, all_s)), _bound(buckets, adds)
+
+    def beside_s(self, all_s: float, left_s: float) -> float:
+        """What kernels do not hide of a communication, and what the rest makes them longer."""
+        return left_s + self.device.overlap_cost * (all_s - left_s)
 
     def buckets_in_turn(self, buckets: Sequence[Buckets], timer: Timer) -> tuple[float, str]:
         """Seconds of a reduction that begins after backward; workers meet in its first call."""

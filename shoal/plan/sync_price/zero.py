@@ -154,7 +154,9 @@ def _gathered(question: SyncQuestion) -> Part:
     forward_s = max(0.0, forward_s) * backward_s / whole_s
     again_s = _IN_BACKWARD[question.zero3_of] * took.seconds
     left_s = max(took.seconds - forward_s, first.seconds) + max(again_s - backward_s, first.seconds)
-    return Part("weights", question.microbatches * min(left_s, took.seconds + again_s), took.bound)
+    all_s = took.seconds + again_s
+    seconds = question.beside_s(all_s, min(left_s, all_s))
+    return Part("weights", question.microbatches * seconds, took.bound)
 
 
 def _sent(term: Any, question: SyncQuestion) -> float:

@@ -1,0 +1,153 @@
+"""Every published table, predicted by a fit to all others of its GPU: leave one table out.
+
+One set of constants a GPU. The fit starts at `PRIORS`, which no table had a part in: datasheets,
+measured collectives, and what an eager program takes for a launch. A GPU with few tables takes the
+constants of software from the fit of the one with most. All tables weigh the same in a fit.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.validation.compare import Compared, PricedTable
+from benchmarks.validation.fit import Fitted, fit, with_constants
+from benchmarks.validation.published import PublishedTable
+from shoal.cluster import Cluster
+from shoal.cluster.presets import load_cluster
+from shoal.plan.accuracy import kind_of
+
+PRIORS: Mapping[str, float] = {
+    "matmul_efficiency": 0.75,
+    "matmul_half_at_flops": 1e10,
+    "attention_factor": 1.5,  # FlashAttention of 2022 beside cuBLAS
+    "eager_factor": 2.0,
+    "overlap_cost": 0.2,
+    "memory_efficiency": 0.8,
+    "memory_half_at_bytes": 1e5,
+    "launch_s": 6e-5,  # of the several kernels and the Python behind each operation
+    "wait_s": 1e-5,
+    "step_s": 5e-3,
+    "fabric_efficiency": 0.77,  # 231 of 300 GB/s, Azure AI benchmarking guide
+    "fabric_alpha_s": 5e-6,
+    "nic_efficiency": 0.92,
+    "nic_alpha_s": 1.4e-5,  # NCCL's own constant
+}
+SOFTWARE = ("attention_factor", "eager_factor", "overlap_cost", "launch_s", "wait_s", "step_s")
+_ROWS = 10  # of a table, at most, in a fit
+_ROUNDS, _AGAIN = 10, 4  # of a fit, and of one that starts at the fit to all tables
+_LOW, _HIGH = 0.1, 0.9  # of the rows are below and above a range
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A table that its fit did not see."""
+
+    table: PublishedTable
+    rows: tuple[Compared, ...]
+    fitted: Fitted
+
+    @property
+    def errors(self) -> list[float]:
+        return [row.error for row in self.rows]
+
+    @property
+    def median_error(self) -> float:
+        return statistics.median(map(abs, self.errors))
+
+
+@dataclass(frozen=True)
+class KindRange:
+    """How much longer runs of a kind took than predicted: 80% of them, and of tables."""
+
+    kind: str
+    low: float
+    high: float
+    rows: int
+    covered: float  # of the rows
+
+
+class _Priced:
+    def __init__(self, table: PublishedTable):
+        self.table = table
+        self.whole = PricedTable(table.rows, table.runs_as)
+        number = len(table.rows)
+        count = min(number, _ROWS)
+        self.some = self.whole.some([n * number // count for n in range(count)])
+
+
+def fit_tables(
+    cluster: Cluster, tables: Sequence[_Priced], near: Mapping[str, float] | None = None
+) -> Fitted:
+    rows = [row for one in tables for row in one.some.rows]
+    weights = [min(1.0, math.sqrt(3 / len(t.some.rows))) for t in tables for _ in t.some.rows]
+
+    def predict(there: Cluster) -> list[float]:
+        return [seconds for one in tables for seconds in one.some.predict(there)]
+
+    rounds = _ROUNDS if near is None else _AGAIN
+    return fit(cluster, [row.seconds for row in rows], predict, rounds, weights, near)
+
+
+def leave_one_out(
+    tables: Iterable[PublishedTable], say: Say = lambda text: None
+) -> tuple[list[HeldOut], dict[str, Fitted]]:
+    """Every table as its fit did not see it, and the fit to all tables of each GPU."""
+    by_cluster: dict[str, list[_Priced]] = {}
+    for table in tables:
+        by_cluster.setdefault(table.cluster, []).append(_Priced(table))
+    held, fits, priors = [], {}, dict(PRIORS)
+    for name, there in sorted(by_cluster.items(), key=lambda item: -len(item[1])):
+        cluster = with_constants(load_cluster(name), priors)
+        say(f"{name}: a fit to {len(there)} tables")
+        fits[name] = fit_tables(cluster, there)
+        near = fits[name].values
+        for one in there:
+            say(f"{name}: {one.table.name} left out")
+            fitted = fit_tables(cluster, [other for other in there if other is not one], near)
+            held.append(HeldOut(one.table, _compared(one, fitted.cluster), fitted))
+        if priors == PRIORS:
+            priors |= {key: fits[name].values.get(key, priors[key]) for key in SOFTWARE}
+    return held, fits
+
+
+def _compared(one: _Priced, cluster: Cluster) -> tuple[Compared, ...]:
+    predicted = one.whole.predict(cluster)
+    return tuple(
+        Compared(row.line, row.strategy, row.workers, row.seconds, seconds)
+        for row, seconds in zip(one.table.rows, predicted, strict=True)
+    )
+
+
+def ranges(held: Sequence[HeldOut]) -> list[KindRange]:
+    """By kind: quantiles of measured over predicted."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in held:
+        devices = load_cluster(one.table.cluster).node.devices
+        kinds = [kind_of(row.strategy, row.workers > devices) for row in one.rows]
+        for kind, row in zip(kinds, one.rows, strict=True):
+            ratio = row.measured_s / row.predicted_s
+            found.setdefault(kind, []).append((ratio, 1 / kinds.count(kind)))
+    return [_range(kind, pairs) for kind, pairs in sorted(found.items())]
+
+
+def _range(kind: str, pairs: list[tuple[float, float]]) -> KindRange:
+    """The wider one of: tables weigh the same, rows do."""
+    each = [(ratio, 1.0) for ratio, _ in pairs]
+    low = min(_quantile(sorted(some), _LOW) for some in (pairs, each))
+    high = max(_quantile(sorted(some), _HIGH) for some in (pairs, each))
+    inside = sum(low <= ratio <= high for ratio, _ in pairs)
+    return KindRange(kind, low, high, len(pairs), inside / len(pairs))
+
+
+def _quantile(pairs: Sequence[tuple[float, float]], share: float) -> float:
+    limit = share * sum(weight for _, weight in pairs)
+    passed = 0.0
+    for ratio, weight in pairs:
+        passed += weight
+        if passed >= limit:
+            return ratio
+    return pairs[-1][0]
