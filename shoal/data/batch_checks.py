@@ -51,6 +51,12 @@ def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset:
         _check_enough(batch_size, replicas, "batch_size")
     if is_dataset and (len(data) == 0 or epochs < 1):
         raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+    samples = len(data) if is_dataset and options.sampler is None else batch_size or 0
+    if options.drop_last and not is_full_dataset and samples < (batch_size or 0):
+        raise BadInput(
+            f"there is nothing to train on: drop_last leaves out all {samples} samples, which "
+            f"are less than a batch of {batch_size}"
+        )
 
 
 def _check_sampler(sampler: Any, is_dataset: bool, epochs: int) -> None:

@@ -83,6 +83,6 @@ def _turns(frame: FrameType) -> list[int | None]:
 def _value(frame: FrameType, code: list[dis.Instruction]) -> int | None:
     """The variable that the first instruction of a loop stores to."""
     names = next((i.argval for i in code if i.opname.startswith("STORE_")), None)
-    name = names[0] if isinstance(names, tuple) else names
+    name: Any = names[0] if isinstance(names, tuple) else names
     value: Any = frame.f_locals.get(name, frame.f_globals.get(name))
     return value if type(value) is int else None

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import RunConfig
+from shoal.runtime.plain_training import refuse_plain_training
 
 
 def seed_python(seed: int) -> None:
@@ -25,3 +26,4 @@ def seed_launched_worker() -> None:
             with suppress(ImportError):
                 import numpy  # noqa: F401  # torch loads it in any case
             seed_python(config.seed or 0)
+            refuse_plain_training()

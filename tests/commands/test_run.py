@@ -93,6 +93,25 @@ def test_a_script_that_never_calls_shoal_run_is_reported(tmp_path: Path) -> None
     assert done.stderr.startswith("shoal: the script never called shoal.run(train)")
 
 
+def test_a_script_that_trains_without_shoal_run_ends_before_its_first_update(
+    tmp_path: Path,
+) -> None:
+    text = """
+import torch
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+torch.save(net.state_dict(), "model.pt")
+"""
+    (tmp_path / "plain.py").write_text(text)
+    for run in (shoal, scripts.started):
+        done = run("run", "plain.py", "-n", "2", cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert "trains without shoal.run(train): each of 2 workers" in done.stderr
+    assert not (tmp_path / "model.pt").exists()
+
+
 @pytest.mark.parametrize("words", ["verify train.py -s bogus", "eval nowhere"])
 def test_what_cannot_run_is_refused_without_loading_torch_or_what_planners_need(
     tmp_path: Path, words: str

@@ -243,3 +243,9 @@ def test_a_stream_may_drop_its_last_batch_and_be_collated() -> None:
     job = job_of()
     found = list(job.batches(Numbers(25), 10, drop_last=True, collate=lambda s: {"n": len(s)}))
     assert found == [{"n": 10}, {"n": 10}]
+
+
+def test_a_dataset_of_which_drop_last_leaves_nothing_is_refused() -> None:
+    with pytest.raises(BadInput, match="drop_last leaves out all 20 samples"):
+        job_of().batches(NUMBERS, 32, drop_last=True)
+    assert len(list(job_of().batches(NUMBERS, 20, drop_last=True))) == 1

@@ -89,6 +89,7 @@ def refused(path: Path, match: str, optimizer: Any = FUSED) -> None:
         (lambda t: t.update({"0:0.weight/exp_avg": torch.zeros(6)}), r"exp_avg is \(6,\)"),
         (lambda t: t.update({"0:0.weight/step": torch.zeros(3)}), r"step is \(3,\)"),
         (lambda t: t.update({"0:0.weight/step": torch.tensor(True)}), "torch.bool"),
+        (lambda t: t.update({"0:0.weight/step": torch.ones((), dtype=torch.bfloat16)}), "bfloat16"),
         (lambda t: t.update({"0:0.weight/exp_avg": torch.zeros(16, 6).double()}), "float64"),
         (lambda t: t.update({"0:0.weight/exp_avg": torch.zeros(16, 6).long()}), "int64"),
         (lambda t: t.pop("0:0.weight/exp_avg_sq"), "not what its manifest lists"),

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 from shoal.runtime.config import replace_environment
 from shoal.runtime.decoders import parse_module
 from shoal.runtime.parent_death import in_child
+from shoal.runtime.plain_training import refuse_plain_training
 from shoal.runtime.seeding import seed_launched_worker
 
 _TORCH = ("torch", "torch._dynamo", "torch.distributed", "safetensors.torch")
@@ -235,6 +236,7 @@ def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Seque
         sys.modules["numpy"].random.seed()
     if "shoal" in sys.modules:  # else this is a fork of a fork that has not imported it
         sys.meta_path.insert(0, _SeedWhenImported(sys.modules.pop("shoal")))
+    refuse_plain_training()
 
 
 class _SeedWhenImported(MetaPathFinder, Loader):

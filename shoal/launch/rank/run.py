@@ -25,6 +25,7 @@ from shoal.launch.losses.failures import end_with_sentence, report_failure
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.worker import Train, Worker
 from shoal.runtime.config import RunConfig
+from shoal.runtime.plain_training import allow_training
 from shoal.runtime.wording import say
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -53,6 +54,7 @@ def run(
     if _replacement is not None:
         return _replacement(train)
     end_with_sentence()
+    allow_training()
     _calls += 1
     if _calls > 1:
         gc.collect()  # the model of the run before may be in cycles, which are few and large

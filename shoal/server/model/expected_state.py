@@ -55,10 +55,7 @@ def misfit(key: str, found: Form, p: Tensor, expected: Forms | None) -> str | No
     """What is wrong with a tensor of the state of parameter `p`; None if it fits."""
     if expected is not None and key in expected:
         wanted = expected[key]
-        is_scalar = wanted.shape == () and wanted.dtype.is_floating_point
-        if found == wanted or (is_scalar and found.shape == () and found.dtype.is_floating_point):
-            return None
-        return f"{key} is {found}, and its optimizer needs {wanted}"
+        return None if found == wanted else f"{key} is {found}, and its optimizer needs {wanted}"
     sizes = zip(found.shape, p.shape, strict=False)
     fits = len(found.shape) == p.dim() and all(size in (1, own) for size, own in sizes)
     if not fits and math.prod(found.shape) != 1:
