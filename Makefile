@@ -13,7 +13,7 @@ help:
 	@echo "make demo   train the digits example on 2 workers, test it, verify it against one worker"
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy --strict, and all tests: whole products, all ranks, more examples"
-	@echo "make check-models  real models of transformers, torchvision, timm under six strategies, Ray"
+	@echo "make check-models  real models of transformers, timm, diffusers and others under six strategies, Ray"
 	@echo "make chaos  kills, stops, floods, hostile frames and damaged files: minutes"
 	@echo "make native        build the native part for use from this folder"
 	@echo "make check-native  the native part under the address and thread sanitizers"

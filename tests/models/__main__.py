@@ -1,8 +1,8 @@
 """A table of real models under strategies: `python -m tests.models [--models bert,t5] [--json F]`.
 
 Each cell is one `shoal verify` with 3 steps. It is "equal"; or "refused", and the sentence stands
-below the table; all else is "WRONG" and the exit status is 1. With `--quick` ranks are threads and
-a cell takes seconds (`quick.py`).
+below the table; or its library is "not installed"; all else is "WRONG" and the exit status is 1.
+With `--quick` ranks are threads and a cell takes seconds (`quick.py`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def verify(model: str, strategy: str, timeout_s: float) -> Cell:
     last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
     is_refused = done.returncode == 2 and "Traceback" not in done.stderr
     verdict = "refused" if is_refused else {0: "equal", 1: "WRONG"}.get(done.returncode, "CRASH")
+    verdict = "not installed" if "No module named" in last else verdict
     return Cell(model, strategy, verdict, last)
 
 
@@ -87,7 +88,8 @@ def main() -> int:
     for cell in cells:
         if cell.verdict != "equal":
             print(f"{cell.model} under {cell.strategy}: {cell.verdict}: {cell.sentence}")
-    return int(any(cell.verdict not in ("equal", "refused") for cell in cells))
+    fine = ("equal", "refused", "not installed")
+    return int(any(cell.verdict not in fine for cell in cells))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ def compare(model: str, strategy: str, workers: int) -> tuple[str, str]:
     strategy = 'ps(placement="rank0")' if strategy == "ps" else strategy
     try:
         return _compare(entry, strategy, workers)
+    except ModuleNotFoundError as missing:
+        return "not installed", str(missing)
     except (BadInput, NotBuilt, StrategyError) as refusal:
         return "refused", str(refusal)
     except Exception as error:  # that is the verdict
