@@ -104,7 +104,9 @@ def test_a_run_is_joined_by_what_was_measured_between_the_hosts(
     assert [(calls["executor"], calls["ranks"]) for calls in found] == [("tcp", 4), ("gloo", 4)]
 
     script = tmp_path / "train.py"
-    script.write_text(scripts.EXACT)
+    exact = scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, exact=True")
+    logged, printed = "job.log(loss=step(batch))", "job.print(step(batch).item().hex())"
+    script.write_text(exact.replace(logged, printed))
     shown = [run_joined_by(name, file, lab, script, capsys) for name in ("tcp", "gloo")]
     assert shown[0] == shown[1] != ""
 
@@ -112,7 +114,7 @@ def test_a_run_is_joined_by_what_was_measured_between_the_hosts(
 def run_joined_by(
     between: str, file: Path, lab: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """The digest of the weights of a run whose cluster file says that this one is faster."""
+    """The losses of a run whose cluster file says that this one is faster."""
     cluster = read_cluster(file)
     calls = [
         replace(calls, points=((1.0, 1.0 + (calls.executor != between)),), spread=())
