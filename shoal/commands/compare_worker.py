@@ -14,6 +14,7 @@ import json
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,15 +146,20 @@ def wait_for(file: Path) -> None:
 
 def main(argv: list[str]) -> None:
     plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    script = argv[1]
-    sys.argv = argv[1:]
-    shoal.__dict__["run"] = run  # the import above has put the module under the name
 
     def compare_and_exit(train: Train) -> None:
         compare(train, plan)
         sys.exit(0)  # the rest of the script is not part of the comparison
 
-    with replaced_run(compare_and_exit):
+    run_script(argv[1:], compare_and_exit)
+
+
+def run_script(words: list[str], instead: Callable[[Train], None]) -> None:
+    """Run a script, or the module of an example, with `instead` where it calls `shoal.run`."""
+    script = words[0]
+    sys.argv = words
+    shoal.__dict__["run"] = run  # the import above has put the module under the name
+    with replaced_run(instead):
         if script.startswith("shoal.examples."):
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from importlib import import_module
@@ -17,6 +18,7 @@ from shoal.commands.launching import (
     WorkersOptions,
     check_engine,
     command_for,
+    run_quietly,
     run_shown,
     traced,
 )
@@ -24,6 +26,7 @@ from shoal.commands.output import show
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import MANIFEST
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import as_strategy
 
 
@@ -88,12 +91,29 @@ def train(
 
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint.")],
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            help="The script that saved it, with a function evaluate(job, checkpoint) or "
+            "test(job, checkpoint).",
+            show_default="the example that saved it",
+        ),
+    ] = None,
+    args: options.ScriptArgs = None,
+    workers: options.RunWorkers = None,
+    strategy: options.Strategy = None,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Test a trained example on data that it has not seen."""
+    """Test what a script or an example has trained, on data that it has not seen."""
     if not (checkpoint / MANIFEST).exists():
         raise CheckpointError(f"there is no checkpoint at {checkpoint} (no {MANIFEST} in it)")
+    if script is not None:
+        asked = WorkersOptions(workers, strategy, device=device)
+        _evaluate_script(checkpoint, command_for(script, args), asked, as_json)
+        return
+    if workers or strategy:
+        raise BadInput("name the script, or the example, behind the checkpoint: -n and -s need it")
     from shoal.train.checkpoints.files import read_manifest  # torch: only where there is something
 
     start_s = time.monotonic()
@@ -102,7 +122,7 @@ def evaluate(
     if name not in EXAMPLES:
         raise CheckpointError(
             f"the checkpoint at {checkpoint} is not of an example, so there is no test for it: "
-            "call job.evaluate in its own script"
+            "name its script behind it, with a function evaluate(job, checkpoint)"
         )
     from shoal.comm.executors.solo import solo_group
     from shoal.launch.rank.worker_group import choose_device
@@ -121,3 +141,22 @@ def evaluate(
     document = {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
     words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
     show(document, [f"{name}: {words} (tested in {seconds:.1f} s)"], as_json)
+
+
+def _evaluate_script(
+    checkpoint: Path, command: list[str], asked: WorkersOptions, as_json: bool
+) -> None:
+    """On workers that call its test function; what they print is shown, unless JSON is."""
+    start_s = time.monotonic()
+    python, *target = command
+    target = target[1:] if target[0] == "-m" else target
+    with scratch_folder("eval") as folder:
+        result = folder / "result.json"
+        words = [python, "-m", "shoal.commands.eval_worker", str(checkpoint), str(result), *target]
+        launch_workers = run_quietly if as_json else run_shown
+        launch_workers(words, asked.workers or 1, asked.to_config())
+        metrics = json.loads(result.read_text("utf-8")) if result.is_file() else {}
+    seconds = time.monotonic() - start_s
+    document = {"checkpoint": str(checkpoint), "script": target[0], **metrics, "seconds": seconds}
+    shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()) or "no metric"
+    show(document, [f"{target[0]}: {shown} (tested in {seconds:.1f} s)"], as_json)

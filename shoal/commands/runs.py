@@ -53,6 +53,7 @@ def ps(as_json: options.Json = False) -> None:
 def stop(
     run: Annotated[str | None, typer.Argument(help="A name that `shoal ps` shows.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs of yours on this host.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="With --all: do not ask.")] = False,
     now: Annotated[
         bool, typer.Option("--now", help="Do not let it end its step and save.")
     ] = False,
@@ -65,6 +66,8 @@ def stop(
     if not chosen:
         print("no run of yours runs on this host")
         return
+    if every and not yes:
+        _confirm([f"{entry.name} ({entry.script})" for entry in chosen])
     with ThreadPoolExecutor(len(chosen)) as pool:
         ended = list(pool.map(lambda entry: stop_run(entry, now, timeout), chosen))
     for has_ended, sentence in ended:
@@ -73,6 +76,14 @@ def stop(
     left = [sentence for has_ended, sentence in ended if not has_ended]
     if left:
         raise CheckFailed("; ".join(left))
+
+
+def _confirm(names: list[str]) -> None:
+    """Ask whether to stop these runs; BadInput without a yes."""
+    if not sys.stdin.isatty():
+        raise BadInput(f"--all would stop {', '.join(names)}: add --yes where nobody can be asked")
+    if not typer.confirm(f"stop {', '.join(names)}?"):
+        raise BadInput("nothing was stopped")
 
 
 def _since(seconds: float) -> str:

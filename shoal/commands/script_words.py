@@ -33,7 +33,8 @@ class ScriptCommand(TyperCommand):
     def _split(self, words: list[str], command: str) -> list[str]:
         """The words with `--` before those of the script; BadInput for what is likely a typo."""
         takes_value = dict(self._options())
-        at = _script_at(words, takes_value)
+        arguments = [p.name for p in self.params if p.param_type_name == "argument"]
+        at = _script_at(words, takes_value, arguments.index("args") - 1)
         if at is None:
             return words
         script = _Script(words[at])
@@ -89,12 +90,13 @@ class _Script:
             )
 
 
-def _script_at(words: list[str], takes_value: dict[str, bool]) -> int | None:
-    """Where the script stands; None where there is none, or a model by name."""
+def _script_at(words: list[str], takes_value: dict[str, bool], behind: int) -> int | None:
+    """Where the script stands, behind so many others; None: there is none, or a model by name."""
     at = 0
-    while at < len(words) and words[at].startswith("-"):
+    while at < len(words) and (behind or words[at].startswith("-")):
         if words[at] == "--":
             return None
+        behind -= not words[at].startswith("-")
         at += 2 if takes_value.get(words[at]) else 1
     is_script = at < len(words) and (
         words[at].endswith(".py") or words[at] in EXAMPLES or Path(words[at]).is_file()

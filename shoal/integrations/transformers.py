@@ -44,6 +44,11 @@ class ShoalCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._training_step = trainer.training_step
         trainer.training_step = self._step
         trainer.get_train_dataloader = self._loader(trainer.get_train_dataloader)
+        # bars, printed logs and reports to trackers ask for these
+        trainer.is_world_process_zero = lambda: job.rank == 0
+        trainer.is_local_process_zero = lambda: job.local_rank == 0
+        trainer.state.is_world_process_zero = job.rank == 0
+        trainer.state.is_local_process_zero = job.local_rank == 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer has made the optimizer, and has not computed anything yet."""

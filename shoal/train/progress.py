@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 LINES_PER_RUN = 20
-LONGEST_SILENCE_S = 30.0
+LONGEST_SILENCE_S = 10.0
 TERMINAL_PERIOD_S = 0.1
 
 

@@ -228,3 +228,14 @@ def test_the_trainer_under_a_strategy_equals_one_device(tmp_path: Path, strategy
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     run(tmp_path, UNDER_SHOAL, *["-m", "shoal", "verify", "script.py", "-n", "2", "-s"], strategy)
+
+
+@pytest.mark.whole
+def test_bars_and_logs_of_the_trainer_come_from_rank_0(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    shown = UNDER_SHOAL.replace("disable_tqdm=True", "logging_steps=1")
+    done = run(tmp_path, shown, "-m", "shoal", "run", "script.py", "-n", "2")
+    assert "[0] {'loss'" in done.stdout
+    assert "[1] {" not in done.stdout
+    assert "it/s" not in "".join(line for line in done.stderr.splitlines() if line[:3] == "[1]")

@@ -57,6 +57,7 @@ def split(line: str) -> tuple[str, str]:
         ("compare train.py -s ddp --lr 1 -s ps", "train.py -s ddp -s ps", "--lr 1", None),
         ("memory train.py --measure --lr 1", "train.py --measure", "--lr 1", None),
         ("plan train.py --batch-size 8 -n 4", "train.py -n 4", "--batch-size 8", None),
+        ("eval runs/a train.py -n 2 --lr 1", "runs/a train.py -n 2", "--lr 1", None),
         ("submit --slurm train.py --lr 1 -o a", "--slurm train.py -o a", "--lr 1", None),
     ],
 )

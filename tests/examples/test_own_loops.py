@@ -1,4 +1,4 @@
-"""The examples of own loops equal one device; each is one verification with processes."""
+"""The examples of own loops and the recipes equal one device; each is one verification."""
 
 from __future__ import annotations
 
@@ -18,4 +18,15 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 def test_a_script_equals_one_device(tmp_path: Path, script: str, strategy: str) -> None:
     words = ("-n", "2", "-s", strategy, "--steps", "3", "--json")
     done = shoal("verify", str(FOLDER / f"{script}.py"), *words, cwd=tmp_path)
+    assert json_of(done)["ok"], done.stdout
+
+
+RECIPES = FOLDER.parent / "recipes"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("[a-z]*.py")))
+def test_a_recipe_equals_one_device(tmp_path: Path, recipe: str) -> None:
+    words = ("-n", "2", "-s", "ddp", "--steps", "3", "--json")
+    done = shoal("verify", str(RECIPES / f"{recipe}.py"), *words, cwd=tmp_path)
     assert json_of(done)["ok"], done.stdout

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ import pytest
 from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import LogFiles, OutputSink
-from shoal.launch.here.process_config import Replication
+from shoal.launch.here.process_config import Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import Event
 from shoal.launch.hosts.agent_messages import ServerListens, ServerTask
 from shoal.launch.hosts.machines import Machine, servers_in_turn
+from shoal.launch.hosts.remote import run_attempts
 from shoal.launch.hosts.remote_servers import RemoteRun, RemoteServers
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.variable_text import LaunchedServer
+from shoal.strategy.strategy import as_strategy
+from tests import scripts
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
 
@@ -131,3 +135,26 @@ def test_a_lost_replica_starts_again_on_another_host(tmp_path: Path) -> None:
         assert machines.tasks[-1].index == 1 and machines.tasks[-1].address == "10.0.0.3"
         assert servers.host_of(1) == "c"
     assert "server 1 (shard 0, replica 1) starts again on c" in shown.err
+
+
+@pytest.mark.whole
+def test_a_server_of_another_host_is_killed_at_a_step(tmp_path: Path) -> None:
+    """The run goes on with the other copy of its shard."""
+    body = """
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=60):
+        job.log(loss=step(batch))
+"""
+    (tmp_path / "train.py").write_text(scripts.script(body))
+    strategy = as_strategy("ps(servers=1, replicas=2)")
+    config = replace(RunConfig.from_environment(), strategy=str(strategy), kill=("server:1@30",))
+    config = config.with_environ(TMPDIR=str(tmp_path))
+    spec = LaunchSpec([sys.executable, str(tmp_path / "train.py")], 2, config)
+    replication = replication_of(strategy, 2, 0)
+    spec = replace(spec, servers=strategy.servers(2), replication=replication)
+    shown = Screen()
+    with HostsHere([1, 1]) as machines:
+        run_attempts(machines, spec, shown)
+    assert "server 1 (shard 0, replica 1" in shown.err + shown.out
+    assert "step 360/360" in shown.err + shown.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -95,6 +96,33 @@ def test_stop_takes_a_name_or_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("stop", "x") == 2
     assert shoal("stop", "--all") == 0
     assert capsys.readouterr().err.count("\n") == 3
+
+
+@alone
+def test_stop_all_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+
+    def stop(entry: Any, now: bool, timeout: float) -> tuple[bool, str]:
+        stopped.append(entry.name)
+        return True, "stopped"
+
+    monkeypatch.setattr("shoal.commands.runs.stop_run", stop)
+    with run_of() as (name, _):
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        assert shoal("stop", "--all") == 2
+        assert f"would stop {name} (train.py): add --yes" in capsys.readouterr().err
+        monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+        assert shoal("stop", "--all") == 2
+        assert stopped == []
+        monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+        assert shoal("stop", "--all") == 0
+        assert shoal("stop", "--all", "--yes") == 0
+        assert stopped == [name, name]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @contextmanager

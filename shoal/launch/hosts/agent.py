@@ -101,6 +101,7 @@ def present(
 MAX_TASK_BYTES = 16 << 20
 _SIOCGIFADDR = 0x8915
 _STEPS_S = 2.0  # how often the launcher hears how far workers are
+_FAULT_STEPS_S = 0.1  # where it kills a server at a step
 
 
 class Agent:
@@ -118,6 +119,8 @@ class Agent:
         own = RunConfig.from_environment().environ
         config = RunConfig.from_environment({**own, **task.variables})
         self.config = replace(config, hostname=task.address).with_environ(PYTHONUNBUFFERED="1")
+        kills_server = any(text.startswith("server:") for text in config.kill)
+        self._look_s = _FAULT_STEPS_S if kills_server else _STEPS_S
 
     def _writer(self, rank: int) -> Write:
         return lambda text, is_stderr: send(ProcessOutput(rank, is_stderr, text))
@@ -130,9 +133,9 @@ class Agent:
         """Until all have exited; after SIGTERM for 2 s, and the end of the block kills the rest."""
         deadline_s: float | None = None
         while left:
-            left_s = _STEPS_S if deadline_s is None else deadline_s - time.monotonic()
+            left_s = self._look_s if deadline_s is None else deadline_s - time.monotonic()
             try:
-                event = self._events.get(timeout=max(0.0, min(left_s, _STEPS_S)))
+                event = self._events.get(timeout=max(0.0, min(left_s, self._look_s)))
             except queue.Empty:
                 if deadline_s is not None and time.monotonic() > deadline_s:
                     return

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +63,7 @@ from shoal.launch.losses.failures import FailureReport, write_failure
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import read_kills
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import new_run_dir, written_by
 from shoal.runtime.secret import new_secret
@@ -136,6 +137,8 @@ class RemoteWorkers(RemoteProcesses):
         self._lost_hosts = LostHosts()
         self._noting = threading.Lock()
         self._config = run.spec.config
+        self._server_kills = read_kills(self._config.kill, None, "server")
+        self._kill_server: Callable[[int], None] = lambda server: None
         self.board: ServedBoard | None = None  # of an elastic run
         self.board_address: str | None = None  # where workers find it
         self._output = {rank: self._show(rank) for rank in range(run.spec.workers)}
@@ -152,6 +155,7 @@ class RemoteWorkers(RemoteProcesses):
     def start_all(self, servers: RemoteServers) -> int:
         """Returns how many workers were started: less than all where something ended the start."""
         self._config = servers.for_workers(replace(self._spec.config, servers=None))
+        self._kill_server = servers.kill
         started = self._spec.started
         placed = [replace(on, count=min(on.count, started - on.first)) for on in self._placed]
         first, *others = [HostAgent(on) for on in placed if on.count > 0]
@@ -291,6 +295,10 @@ class RemoteWorkers(RemoteProcesses):
                 document["lost_at"] = self._run_dir.steps_done(rank) or 0
             text = json.dumps(document)
         write_atomically(self._run_dir.path / message.name, text)
+        begun = (self._run_dir.steps_done(rank) or 0) + 1
+        for server, at in self._server_kills:
+            if begun >= at and self._run_dir.claim_kill(server, at):
+                self._kill_server(server)
 
     def _refuse(self, agent: HostAgent, sentence: str) -> None:
         now_ns = time.monotonic_ns()
@@ -319,8 +327,6 @@ def run_remote(
     spec.check()
     if spec.config.start is not None and spec.tolerance is None:
         raise BadInput("--start works with workers of this host only: leave it out with --on")
-    if any(text.startswith("server:") for text in spec.config.kill):
-        raise BadInput("--kill server:… works with servers of this host only: leave out --on")
     placed = place_evenly(machines.hosts(spec.workers), spec.started, spec.workers)
     server_hosts = ServerHosts(())
     if spec.servers:

@@ -187,6 +187,7 @@ class RemoteServers(RemoteProcesses):
             self._hosts[COORDINATOR] = hosts.coordinator
         self._addresses: dict[int, LaunchedServer] = {}
         self._exited: dict[int, int] = {}
+        self._agent_of: dict[int, MachineProcess | None] = {}
         spec = run.spec
         saved = spec.config.server_checkpoint
         self.policy = ServerPolicy(spec.servers, spec.replication, run.say, saved, are_here=False)
@@ -225,7 +226,7 @@ class RemoteServers(RemoteProcesses):
     def _start(self, index: int) -> None:
         machine = self._hosts[index]
         self._exited.pop(index, None)
-        self._start_agent(
+        self._agent_of[index] = self._start_agent(
             machine,
             self._task(index, machine),
             lambda line: self._take(index, line),
@@ -252,6 +253,12 @@ class RemoteServers(RemoteProcesses):
     def _with_coordinator(self, config: RunConfig) -> RunConfig:
         found = self._addresses.get(COORDINATOR)
         return config if found is None else replace(config, coordinator=found.remote)
+
+    def kill(self, index: int) -> None:
+        """For --kill: a server ends with its agent."""
+        agent = self._agent_of.get(index)
+        if agent is not None:
+            agent.send_signal(signal.SIGKILL)
 
     def start_again(self, rank: int) -> None:
         self._in_background(f"shoal-server-{rank}", lambda: self._find_and_start(rank))

@@ -90,8 +90,8 @@ def run(
 
 
 @contextmanager
-def replaced_run(replacement: Callable[[Train], Any]) -> Iterator[None]:
-    """While the block runs, `shoal.run(train)` calls `replacement(train)`."""
+def replaced_run(replacement: Callable[[Train], Any] | None) -> Iterator[None]:
+    """While the block runs, `shoal.run(train)` calls `replacement(train)`; None: as it is."""
     global _replacement
     _replacement = replacement
     try:
