@@ -207,14 +207,16 @@ DIFFUSERS = {
 
 SEGMENTATION = {
     f"smp-{name.lower()}": Entry(
-        partial(segmenter, name, **options), partial(masks, 32), F.cross_entropy
+        partial(segmenter, name, **options),
+        partial(masks, 64 if name == "FPN" else 32),  # its GroupNorm needs several values a group
+        F.cross_entropy,
     )
     for name, options in {
         "Unet": THREE,
         "UnetPlusPlus": THREE,
         "MAnet": THREE,
         "Linknet": {"encoder_depth": 3},
-        "FPN": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 32},
+        "FPN": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 64},
         "PSPNet": {"encoder_depth": 3, "psp_out_channels": 32},
         "DeepLabV3Plus": {"decoder_channels": 16},
         "Segformer": {"decoder_segmentation_channels": 16},
