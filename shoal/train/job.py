@@ -421,7 +421,8 @@ class Job(LoopMethods):
         if step.steps > self.steps:  # one step of a job may train several models
             if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
                 self._throughput.recount_samples(sum(step.latest.microbatch_sizes), 0)
-            self._loss_watch.note(step.steps, loss, step.options.stops_at_nan)
+            stops = step.options.stops_at_nan and not self.checkpoints.dry
+            self._loss_watch.note(step.steps, loss, stops)
             self._throughput.end_step(step.steps - self.steps)
             self._state.count(step.steps)
         self.checkpoints.save_part(step)
