@@ -21,6 +21,7 @@ import msgspec
 
 from shoal.data.loop_place import Place
 from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.decoders import convert
 from shoal.runtime.wording import counted
 
 _MAX_LOOPS = 10**8
@@ -171,7 +172,7 @@ class _Document(msgspec.Struct, frozen=True):
 def positions_of(document: Any) -> Positions:
     """Back from `Positions.document`."""
     try:
-        saved = msgspec.convert(document, _Document)
+        saved = convert(document, _Document)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"its position in the data: {error}") from error
     past = [row for *_, past in saved.places.values() for row in past]

@@ -52,6 +52,12 @@ def lax_json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     return decoder
 
 
+def convert(value: Any, kind: type[T]) -> T:
+    """Raises what `msgspec.convert` raises."""
+    with _making:
+        return msgspec.convert(value, kind)
+
+
 def parse_expression(text: str) -> ast.Expression:
     """Raises what `ast.parse` raises."""
     with _parsing:

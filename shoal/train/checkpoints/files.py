@@ -33,6 +33,7 @@ from shoal.runtime.checkpoint_folders import (
     new_version,
     read_manifest_bytes,
 )
+from shoal.runtime.decoders import convert
 from shoal.runtime.files import open_file
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
@@ -108,7 +109,7 @@ def digest_of(manifest: dict[str, Any]) -> str:
 def check_counts(path: Path, document: dict[str, Any]) -> None:
     for key in ("steps", "batches"):
         try:
-            msgspec.convert(document.get(key), Count)
+            convert(document.get(key), Count)
         except msgspec.ValidationError as error:
             raise damaged(path, f"{key!r} is not a count: {error}") from error
 

@@ -15,6 +15,7 @@ from shoal.errors import BadInput, CheckpointError
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.state_dicts import state_of
 from shoal.runtime.checkpoint_folders import damaged
+from shoal.runtime.decoders import convert
 from shoal.train.checkpoints import files
 from shoal.train.checkpoints.files import Checkpoint, Count
 from shoal.train.checkpoints.optimizer_state import (
@@ -173,7 +174,7 @@ class FittingState:
 def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
     """The states of all steps of a job; CheckpointError if one of them does not fit."""
     try:
-        models = msgspec.convert(saved.document.get("models"), list[SavedModel])
+        models = convert(saved.document.get("models"), list[SavedModel])
     except msgspec.ValidationError as error:
         raise damaged(path, f"its models: {error}") from error
     if len(models) != len(steps):
@@ -195,7 +196,7 @@ def fit_others(
     Nothing where the checkpoint was saved without them.
     """
     try:
-        ties = msgspec.convert(saved.document.get(OTHERS[kind], []), list[dict[str, str]])
+        ties = convert(saved.document.get(OTHERS[kind], []), list[dict[str, str]])
     except msgspec.ValidationError as error:
         raise damaged(path, f"its {OTHERS[kind]}: {error}") from error
     if len(ties) not in (0, len(models)):
