@@ -10,13 +10,19 @@ or the one that was interrupted.
 
 from __future__ import annotations
 
-import dis
+import ast
+import linecache
 import sys
+from functools import lru_cache
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-_NO_LOOP = "JUMP_BACKWARD_NO_INTERRUPT"  # of `yield from` and `await`
-_HANDLERS = "PUSH_EXC_INFO"  # behind it are handlers of exceptions, which jump back
+from shoal.runtime.decoders import parse_module
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_OWN_FRAMES = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 class Place(NamedTuple):
@@ -49,10 +55,12 @@ def place_of_caller(outermost: CodeType | None) -> Place:
     callee = "batches"
     site, counters = list[str](), list[int | None]()
     while frame is not None and not _is_ours(frame) and (inner is None or inner is not outermost):
-        code = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
-        site.insert(0, f"{frame.f_code.co_name} {sum(i.argval == callee for i in code)}")
-        counters[:0] = _turns(frame)
         inner = frame.f_code
+        if _package(frame) not in sys.stdlib_module_names:  # whose loops are not of the script
+            linecache.lazycache(inner.co_filename, frame.f_globals)
+            number, variables = _call(inner, frame.f_lineno, callee)
+            site.insert(0, f"{inner.co_name} {number}")
+            counters[:0] = [_value(frame, name) for name in variables]
         callee = inner.co_name
         frame = frame.f_back
     return Place("/".join(site), tuple(counters))
@@ -60,29 +68,74 @@ def place_of_caller(outermost: CodeType | None) -> Place:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name.startswith("shoal.") and not name.startswith("shoal.examples.")
+    return _package(frame) == "shoal" and not name.startswith("shoal.examples.")
 
 
-def _turns(frame: FrameType) -> list[int | None]:
-    """The variables of the loops of a function around its present call."""
-    code, at = list(dis.get_instructions(frame.f_code)), frame.f_lasti
-    ends = [i for i, instruction in enumerate(code) if instruction.opname == _HANDLERS]
-    code = code[: ends[0]] if ends else code
-    found = dict[int, int | None]()
-    fors = {i.offset for i in code if i.opname == "FOR_ITER"}
-    for k, instruction in enumerate(code):
-        start, target = instruction.offset, instruction.argval
-        if start in fors and start < at < target:  # at the start another item is asked for
-            found[start] = _value(frame, code[k + 1 : k + 4])
-        is_jump = instruction.opcode in (*dis.hasjrel, *dis.hasjabs) and target <= at <= start
-        if is_jump and target not in fors and instruction.opname != _NO_LOOP:
-            found[target] = None
-    return [found[start] for start in sorted(found)]
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _value(frame: FrameType, code: list[dis.Instruction]) -> int | None:
-    """The variable that the first instruction of a loop stores to."""
-    names = next((i.argval for i in code if i.opname.startswith("STORE_")), None)
-    name: Any = names[0] if isinstance(names, tuple) else names
-    value: Any = frame.f_locals.get(name, frame.f_globals.get(name))
+def _value(frame: FrameType, name: str | None) -> int | None:
+    value = frame.f_locals.get(name, frame.f_globals.get(name)) if name else None
     return value if type(value) is int else None
+
+
+@lru_cache(maxsize=1024)
+def _call(code: CodeType, line: int, callee: str) -> tuple[int, tuple[str | None, ...]]:
+    """Which call of `callee` in its function one is, and the variables of the loops around it.
+
+    Without the source, as under `python -c`, it is in a loop that has no variable.
+    """
+    try:
+        tree = parse_module("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return 0, (None,)
+    here = [n for n in ast.walk(tree) if isinstance(n, (ast.expr, ast.stmt)) and _spans(n, line)]
+    calls = [_start(node) for node in here if _is_call(node, callee)]
+    starts = calls or [_start(node) for node in here if node.lineno == line]
+    if not starts:
+        return 0, (None,)
+    path: list[ast.AST] = [tree]
+    while inner := [n for n in ast.iter_child_nodes(path[-1]) if _contains(n, min(starts))]:
+        path.append(inner[0])
+    kinds = _COMPREHENSIONS if code.co_name in _OWN_FRAMES else _FUNCTIONS
+    path = path[max((i for i, node in enumerate(path) if isinstance(node, kinds)), default=0) :]
+    number = sum(_is_call(n, callee) and _start(n) <= min(starts) for n in ast.walk(path[0]))
+    loops = (_variables(node, child) for node, child in pairwise(path))
+    return number, tuple(name for names in loops for name in names)
+
+
+def _start(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _spans(node: ast.expr | ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def _contains(node: ast.AST, at: tuple[int, int]) -> bool:
+    if isinstance(node, (ast.expr, ast.stmt)):
+        return _start(node) <= at < (node.end_lineno or 0, node.end_col_offset or 0)
+    return any(_contains(child, at) for child in ast.iter_child_nodes(node))
+
+
+def _is_call(node: ast.AST, name: str) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    return name == getattr(node.func, "attr", getattr(node.func, "id", None))
+
+
+def _variables(node: ast.AST, child: ast.AST) -> list[str | None]:
+    """Of the loops of `node` around its child: none where it is what a `for` goes over."""
+    if isinstance(node, (ast.For, ast.AsyncFor)) and child in node.body:
+        return [_first_name(node.target)]
+    if isinstance(node, ast.While) and child not in node.orelse:
+        return [None]
+    if isinstance(node, _COMPREHENSIONS) and child is not node.generators[0]:
+        return [_first_name(loop.target) for loop in node.generators if loop is not child]
+    return []
+
+
+def _first_name(target: ast.expr) -> str | None:
+    first = target.elts[0] if isinstance(target, ast.Tuple) else target
+    return first.id if isinstance(first, ast.Name) else None

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
-from shoal.data.loop_place import Place
+from shoal.data.loop_place import Place, place_of_caller
 from shoal.data.position import Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.stream import BatchStream
@@ -175,3 +175,64 @@ def test_loops_that_end_at_a_step_are_passed_over_as_they_were_trained() -> None
         stream.restore(present, None)
         assert batches_of(stream, counted) == everything[present:]
         assert stream.steps_passed == 9
+
+
+class Caller:
+    """Records from where it is asked for batches."""
+
+    def __init__(self) -> None:
+        self.found: list[Place] = []
+
+    def batches(self, *data: Any) -> list[int]:
+        self.found.append(place_of_caller(Caller.train.__code__))
+        return [0]
+
+    def train(self, function: Callable[[Any], Any]) -> list[Place]:
+        function(self)
+        return [Place("/".join(p.site.split("/")[1:-1]), p.counters) for p in self.found]
+
+
+def one_line(job: Any) -> None:
+    for epoch in range(3, 5):
+        for batch in job.batches(epoch):
+            print(batch)
+
+
+def numbered(job: Any) -> None:
+    for i, _ in enumerate("ab"):
+        try:
+            for _ in job.batches(
+                i,
+            ):
+                break
+        finally:
+            job.batches()
+
+
+def until(job: Any) -> None:
+    while job.found[1:] == []:
+        list(job.batches())
+
+
+def called(job: Any) -> None:
+    def batches_of(epoch: int) -> Iterator[int]:
+        yield from job.batches(epoch)
+
+    for epoch in range(2):
+        for _ in batches_of(epoch):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("function", "places"),
+    [
+        (one_line, [("one_line 1", 3), ("one_line 1", 4)]),
+        (numbered, [("numbered 1", 0), ("numbered 2", 0), ("numbered 1", 1), ("numbered 2", 1)]),
+        (until, [("until 1", None), ("until 1", None)]),
+        (called, [("called 1/batches_of 1", 0), ("called 1/batches_of 1", 1)]),
+    ],
+)
+def test_a_loop_is_known_by_its_place(
+    function: Callable[[Any], Any], places: list[tuple[str, int | None]]
+) -> None:
+    assert Caller().train(function) == [Place(site, (turn,)) for site, turn in places]
