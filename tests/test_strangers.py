@@ -127,6 +127,7 @@ def test_another_user_gets_in_nowhere_and_stops_nothing(launcher: str, strategy:
         environ = {
             **{"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "SHOAL_STRATEGY": strategy},
             **{"HOME": str(home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+            **{key: value for key, value in os.environ.items() if key.startswith("OMPI_MCA_")},
         }
         command = [*LAUNCHERS[launcher], str(script)]
         alone = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

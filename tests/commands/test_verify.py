@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def test_a_script_that_does_not_repeat_itself_is_not_called_unequal(
 ) -> None:
     done = printed(tmp_path, scripts.PLAIN.replace(*BY_CHANCE[what]), "--steps", "3")
     assert done.returncode == 2, done.stdout
-    assert f"differ, so there is nothing to compare: {what}" in done.stderr
+    # ranks that are no forks of one process draw different data, which is refused at once
+    assert re.search(f"nothing to compare: {what}|have different datasets", done.stderr)
 
 
 ARGUMENTS = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--lr', required=True)"
