@@ -105,9 +105,9 @@ def share_weights(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.BARRIER, "control", BarrierRequest)
 def barrier(peer: Peer, header: Header, request: BarrierRequest) -> None:
     meeting = peer.worker, request.number, request.generations
+    peer.model.wait_closed(peer.worker)  # before: all copies have what comes before the barrier
     peer.host.execute(BarrierReached(peer.model_id, *meeting))
     lowest = peer.model.membership.wait_barrier(*meeting)
-    peer.model.wait_closed(peer.worker)
     peer.reply(encode(LowestSurvivor(lowest)))
 
 
