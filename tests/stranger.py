@@ -24,7 +24,7 @@ from shoal.comm.store.session import connect
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header, pack
 
-NOBODY = 65534
+OTHER_UID = 65534
 LIMIT_S = 1.0
 HOSTILE = {
     "nothing": b"",
@@ -85,8 +85,8 @@ ENTER: dict[str, Callable[..., Iterator[str]]] = {
 
 def main() -> None:
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(OTHER_UID)
+    os.setuid(OTHER_UID)
     with suppress(OSError):
         squatted = Path(os.environ["TMPDIR"], "shoal-0")
         squatted.mkdir(mode=0o777)

@@ -81,7 +81,7 @@ def stop(
 def _confirm(names: list[str]) -> None:
     """Ask whether to stop these runs; BadInput without a yes."""
     if not sys.stdin.isatty():
-        raise BadInput(f"--all would stop {', '.join(names)}: add --yes where nobody can be asked")
+        raise BadInput(f"--all would stop {', '.join(names)}: add --yes where stdin is no terminal")
     if not typer.confirm(f"stop {', '.join(names)}?"):
         raise BadInput("nothing was stopped")
 

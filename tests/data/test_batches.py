@@ -78,7 +78,7 @@ def test_an_iterable_that_differs_between_ranks_is_refused(world: World, make: A
 
 
 class Noisy(Dataset[Any]):
-    """Samples with noise that nobody seeds."""
+    """Samples with unseeded noise."""
 
     def __len__(self) -> int:
         return 40
