@@ -11,16 +11,8 @@ import msgspec
 import typer
 
 from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, drawing
 from shoal.cluster.discover import discover as discover_host
-from shoal.cluster.drawing import (
-    cluster_svg,
-    draw_cluster,
-    host_lines,
-    levels,
-    narrowest,
-    narrowest_cut,
-)
 from shoal.cluster.hardware import GLOO, TCP, BetweenChoice, Device, MeasuredCalls, choose_between
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.toml_file import cluster_text
@@ -238,11 +230,11 @@ def show(
     """Draw a cluster with the bandwidth of every level, and name the narrowest cut."""
     cluster = resized(load_cluster(name), nodes, racks, oversubscription)
     if svg is not None:
-        write_text(svg, cluster_svg(cluster))
+        write_text(svg, drawing.cluster_svg(cluster))
     if as_json or svg is not None:
         show_parts(document(cluster), [f"{cluster.name}: {svg}"], as_json)
     else:
-        draw_cluster(cluster, wide_console())
+        drawing.draw_cluster(cluster, wide_console())
 
 
 @app.command()
@@ -262,8 +254,8 @@ def discover(
         head = "".join(f"# {line}\n" for line in comments)
         write_text(output, head + cluster_text(found.cluster))
     if not as_json:
-        show_parts(None, [*host_lines(found.host), ""], as_json)
-        draw_cluster(found.cluster, wide_console())
+        show_parts(None, [*drawing.host_lines(found.host), ""], as_json)
+        drawing.draw_cluster(found.cluster, wide_console())
     found_document = {"host": asdict(found.host), "cluster": document(found.cluster)}
     written = [] if output is None else [f"Written: {output}"]
     notes = list(found.notes)
@@ -292,17 +284,17 @@ def resized(
 
 def document(cluster: Cluster) -> dict[str, Any]:
     """The cluster as data, in seconds and bytes."""
-    found = narrowest(cluster)
+    found = drawing.narrowest(cluster)
     return {
         **_plain_curves(asdict(cluster)),
         "devices": cluster.devices,
         "racks": cluster.racks,
         "levels": [
             {**asdict(level), "device_bytes_per_s": level.device_bytes_per_s}
-            for level in levels(cluster)
+            for level in drawing.levels(cluster)
         ],
         "narrowest": None if found is None else found.name,
-        "narrowest_cut": narrowest_cut(cluster),
+        "narrowest_cut": drawing.narrowest_cut(cluster),
     }
 
 

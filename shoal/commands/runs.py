@@ -13,20 +13,12 @@ import typer
 from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, CheckFailed
-from shoal.launch.here.running import (
-    ask_to_join,
-    entries,
-    find_run,
-    run_name,
-    stop_run,
-    wait_for_answer,
-    wait_until_joined,
-)
+from shoal.launch.here import running
 
 
 def ps(as_json: options.Json = False) -> None:
     """Show what runs: where, since when, at which step."""
-    found = entries()
+    found = running.entries()
     if as_json:
         print(json.dumps([entry.document() for entry in found], indent=2))
         return
@@ -62,14 +54,14 @@ def stop(
     """Stop a run as preemption does: it ends its step, and saves where the script saves."""
     if (run is None) != every:
         raise BadInput("name a run that `shoal ps` shows, or give --all: one of both")
-    chosen = [find_run(run)] if run is not None else entries()
+    chosen = [running.find_run(run)] if run is not None else running.entries()
     if not chosen:
         print("no run of yours runs on this host")
         return
     if every and not yes:
         _confirm([f"{entry.name} ({entry.script})" for entry in chosen])
     with ThreadPoolExecutor(len(chosen)) as pool:
-        ended = list(pool.map(lambda entry: stop_run(entry, now, timeout), chosen))
+        ended = list(pool.map(lambda entry: running.stop_run(entry, now, timeout), chosen))
     for has_ended, sentence in ended:
         if has_ended:
             print(sentence)
@@ -106,10 +98,10 @@ def join(
 
     Waits until the worker has joined; exit status 1 where it has not.
     """
-    run_dir, request = ask_to_join(run)
-    name = run_name(run_dir)
-    worker = wait_for_answer(run_dir, request)
+    run_dir, request = running.ask_to_join(run)
+    name = running.run_name(run_dir)
+    worker = running.wait_for_answer(run_dir, request)
     waits = "waiting until it has joined; Ctrl-C ends only the waiting"
     print(f"shoal: {worker.sentence}; {waits}", file=sys.stderr, flush=True)
-    wait_until_joined(run_dir, worker)
+    running.wait_until_joined(run_dir, worker)
     print(f"worker {worker.rank} has joined the run {name}")

@@ -11,17 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.runtime.trace import (
-    COMMUNICATE,
-    COMPUTE,
-    INJECTED,
-    LOAD,
-    STEP,
-    TRAINING,
-    WAIT,
-    Span,
-    chrome_events,
-)
+from shoal.runtime import trace
 
 Interval = tuple[int, int]
 
@@ -41,7 +31,7 @@ class TimeShares:
     injected: float = 0.0
 
 
-def time_shares(spans: Sequence[Span]) -> TimeShares:
+def time_shares(spans: Sequence[trace.Span]) -> TimeShares:
     """Divide the time of a rank's training; without steps, that from the first to the last span."""
     if not spans:
         return TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -49,7 +39,7 @@ def time_shares(spans: Sequence[Span]) -> TimeShares:
     return time_shares_within(spans, start_ns, max(s.end_ns for s in spans))
 
 
-def time_shares_within(spans: Sequence[Span], start_ns: int, end_ns: int) -> TimeShares:
+def time_shares_within(spans: Sequence[trace.Span], start_ns: int, end_ns: int) -> TimeShares:
     """Divide the time of training between two moments.
 
     A loop of the user's own, which loads batches and has no spans for its steps, computes where it
@@ -57,17 +47,17 @@ def time_shares_within(spans: Sequence[Span], start_ns: int, end_ns: int) -> Tim
     """
     window = [(start_ns, end_ns)]
     kinds = {span.kind for span in spans}
-    is_own_loop = LOAD in kinds and STEP not in kinds
-    within = window if is_own_loop else _of(spans, TRAINING, window) or window
+    is_own_loop = trace.LOAD in kinds and trace.STEP not in kinds
+    within = window if is_own_loop else _of(spans, trace.TRAINING, window) or window
     total_ns = max(1, length(within))
-    compute = _of(spans, COMPUTE, within)
+    compute = _of(spans, trace.COMPUTE, within)
     if is_own_loop:
-        compute = _between(_of(spans, (LOAD, INJECTED), within), start_ns, end_ns)
-    wait = _of(spans, (WAIT,), within)
-    beside = intersection(_of(spans, COMMUNICATE, within), compute)
+        compute = _between(_of(spans, (trace.LOAD, trace.INJECTED), within), start_ns, end_ns)
+    wait = _of(spans, (trace.WAIT,), within)
+    beside = intersection(_of(spans, trace.COMMUNICATE, within), compute)
     computing_ns = length(compute) - length(intersection(compute, wait))
     exposed_ns = length(wait)
-    injected_ns = length(_of(spans, (INJECTED,), within))
+    injected_ns = length(_of(spans, (trace.INJECTED,), within))
     hidden_ns = length(beside) - length(intersection(beside, wait))
     return TimeShares(
         computing_ns / total_ns,
@@ -79,7 +69,9 @@ def time_shares_within(spans: Sequence[Span], start_ns: int, end_ns: int) -> Tim
     )
 
 
-def _of(spans: Sequence[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:
+def _of(
+    spans: Sequence[trace.Span], kinds: Collection[str], within: list[Interval]
+) -> list[Interval]:
     """When there was a span of these kinds, inside the given intervals."""
     return intersection(union((s.start_ns, s.end_ns) for s in spans if s.kind in kinds), within)
 
@@ -122,11 +114,11 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def write_chrome(spans_by_rank: dict[int, list[Span]], file: Path) -> None:
-    file.write_text(json.dumps({"traceEvents": chrome_events(spans_by_rank)}))
+def write_chrome(spans_by_rank: dict[int, list[trace.Span]], file: Path) -> None:
+    file.write_text(json.dumps({"traceEvents": trace.chrome_events(spans_by_rank)}))
 
 
-def print_shares(spans_by_rank: dict[int, list[Span]]) -> None:
+def print_shares(spans_by_rank: dict[int, list[trace.Span]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -40,16 +40,7 @@ from shoal.launch.here.output import (
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.running import join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents
-from shoal.launch.hosts.agent_messages import (
-    FileWritten,
-    FoundPort,
-    HostRefused,
-    HostTask,
-    ProcessOutput,
-    ServerMessage,
-    WorkerProgress,
-    read_message,
-)
+from shoal.launch.hosts import agent_messages as messages
 from shoal.launch.hosts.machines import (
     Machine,
     MachineProcess,
@@ -210,12 +201,12 @@ class RemoteWorkers(RemoteProcesses):
             lambda status: self._end_host(agent, status),
         )
 
-    def _task(self, agent: HostAgent, port: int | None) -> HostTask:
+    def _task(self, agent: HostAgent, port: int | None) -> messages.HostTask:
         spec, placed = self._spec, agent.placed
         name = placed.machine.name
         here = [local for machine, local in self._at.values() if machine.name == name]
         config = replace(self._config, incarnation=agent.incarnation, board=self.board_address)
-        return HostTask(
+        return messages.HostTask(
             command=list(spec.command),
             python=sys.executable,
             folder=str(Path.cwd()),
@@ -262,27 +253,27 @@ class RemoteWorkers(RemoteProcesses):
             self._note_exit(agent, rank, status or -signal.SIGKILL, time.monotonic_ns())
 
     def _take(self, agent: HostAgent, line: str) -> None:
-        message = read_message(line, agent.placed.first)
-        if isinstance(message, FoundPort):
+        message = messages.read_message(line, agent.placed.first)
+        if isinstance(message, messages.FoundPort):
             self._awaited.put(message.port)
-        elif isinstance(message, HostRefused):
+        elif isinstance(message, messages.HostRefused):
             self._refuse(agent, message.sentence)
-        elif isinstance(message, WorkerProgress):
+        elif isinstance(message, messages.WorkerProgress):
             show = self._on_progress
             if show is not None:
                 self._run.sink.call(lambda: show(message.record))
-        elif isinstance(message, FileWritten):
+        elif isinstance(message, messages.FileWritten):
             self._write(agent, message)
-        elif isinstance(message, ServerMessage) or message.rank not in agent.placed.ranks:
+        elif isinstance(message, messages.ServerMessage) or message.rank not in agent.placed.ranks:
             return  # not of a worker of this host
-        elif isinstance(message, ProcessOutput):
+        elif isinstance(message, messages.ProcessOutput):
             self._feed(self._output[message.rank][message.is_stderr], message.text)
         elif message.rank in agent.left:
             self._lost_hosts.note_exit(message.rank, message.returncode)
             time_ns = time.monotonic_ns() - message.age_ns
             self._note_exit(agent, message.rank, message.returncode, time_ns)
 
-    def _write(self, agent: HostAgent, message: FileWritten) -> None:
+    def _write(self, agent: HostAgent, message: messages.FileWritten) -> None:
         """A file of a worker of this host, with times of the launcher's clock."""
         rank, text = written_by(message.name), message.text
         if rank is None or rank not in agent.placed.ranks:

@@ -27,16 +27,7 @@ from shoal.launch.here.local import Run
 from shoal.launch.here.output import LineForwarder, Streams
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import TERM_S
-from shoal.launch.hosts.agent_messages import (
-    ChainsChanged,
-    HostRefused,
-    ProcessEnded,
-    ProcessOutput,
-    ServerListens,
-    ServerTask,
-    Task,
-    read_message,
-)
+from shoal.launch.hosts import agent_messages as messages
 from shoal.launch.hosts.machines import Machine, MachineProcess, Machines, ServerHosts
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.protocol.endpoint import require_encrypted
@@ -109,7 +100,7 @@ class RemoteProcesses:
     def _start_agent(
         self,
         machine: Machine,
-        task: Task,
+        task: messages.Task,
         on_line: Callable[[str], None],
         on_end: Callable[[int], None],
     ) -> MachineProcess | None:
@@ -233,14 +224,14 @@ class RemoteServers(RemoteProcesses):
             lambda status: self._end(index, status),
         )
 
-    def _task(self, index: int, machine: Machine) -> ServerTask:
+    def _task(self, index: int, machine: Machine) -> messages.ServerTask:
         run, spec = self._run, self._run.spec
         config = self._with_coordinator(spec.config)
         if index in self._addresses:  # another one takes its place
             config = replace(config, failpoints=())
         server = max(0, index)
         config = run.server_config(config, server)
-        return ServerTask(
+        return messages.ServerTask(
             role="coordinator" if index == COORDINATOR else "server",
             folder=str(Path.cwd()),
             variables=run.variables(machine, config),
@@ -286,20 +277,20 @@ class RemoteServers(RemoteProcesses):
         self._output[index] = self._streams(shown, self._hosts[index], role, number)
 
     def _take(self, index: int, line: str) -> None:
-        message = read_message(line, index)
-        if isinstance(message, ProcessOutput):
+        message = messages.read_message(line, index)
+        if isinstance(message, messages.ProcessOutput):
             self._feed(self._output[index][message.is_stderr], message.text)
-        elif isinstance(message, ServerListens):
+        elif isinstance(message, messages.ServerListens):
             host = self._run.host_id(self._hosts[index])
             self._addresses[index] = LaunchedServer(message.remote, message.local, host)
             if index != COORDINATOR:
                 self.policy.started(index, message.pid)
             self._awaited.put(index)
-        elif isinstance(message, ChainsChanged):
+        elif isinstance(message, messages.ChainsChanged):
             self.policy.see(message.listing)
-        elif isinstance(message, ProcessEnded):
+        elif isinstance(message, messages.ProcessEnded):
             self._exited[index] = message.returncode
-        elif isinstance(message, HostRefused):
+        elif isinstance(message, messages.HostRefused):
             self._feed(self._output[index][1], f"shoal: {message.sentence}\n")
             self._exited[index] = 2
 

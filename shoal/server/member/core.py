@@ -25,22 +25,8 @@ from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
 from shoal.runtime.failpoints import failpoint
-from shoal.server.chain import Entry, take
+from shoal.server.chain import Entry, messages, take
 from shoal.server.chain.manager import ChainManager, ReadLease
-from shoal.server.chain.messages import (
-    WHILE_APPLYING,
-    Acked,
-    Append,
-    ChainMessage,
-    ChangeConfig,
-    Disconnect,
-    Effect,
-    Refetch,
-    Reset,
-    Send,
-    SendSnapshot,
-    Teach,
-)
 from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import Count
 from shoal.server.member.operations import (
@@ -221,7 +207,7 @@ class ChainCore:
             self.run(self.node.link_lost(peer))
         self.poke()
 
-    def reconfigure(self, change: Callable[[ChainManager], list[Effect]]) -> None:
+    def reconfigure(self, change: Callable[[ChainManager], list[messages.Effect]]) -> None:
         """The keeper has an answer of the coordinator."""
         with self.settled():
             before = self.node.config
@@ -233,7 +219,7 @@ class ChainCore:
 
     # ------------------------------------------------------------------ effects, under the lock
 
-    def run(self, effects: list[Effect]) -> None:
+    def run(self, effects: list[messages.Effect]) -> None:
         """Operations are applied later, by `apply_upto`: others can go on meanwhile."""
         for effect in effects:
             self._carry_out(effect)
@@ -253,26 +239,26 @@ class ChainCore:
                 model.lock.notify_all()
         self.changed.notify_all()
 
-    def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
+    def _carry_out(self, effect: messages.Effect) -> None:
+        if isinstance(effect, messages.Send):
             if effect.to in self.links:
                 self.links[effect.to].post(effect.message)
         elif isinstance(effect, Entry):
             self._unapplied.append(effect)
-        elif isinstance(effect, Reset):
+        elif isinstance(effect, messages.Reset):
             self._reset()
-        elif isinstance(effect, SendSnapshot):
+        elif isinstance(effect, messages.SendSnapshot):
             assert self.applied == effect.position, f"{self.applied}, not {effect.position}"
             self.host.keeps_payloads = True  # of what follows, for the learner
             if effect.to in self.links:
                 send = snapshot_sender(self.host, effect.incarnation, effect.position)
                 self.links[effect.to].post(send)
-        elif isinstance(effect, Disconnect):
+        elif isinstance(effect, messages.Disconnect):
             if effect.to in self.links:
                 self.links[effect.to].reconnect()
         else:
-            assert isinstance(effect, Refetch | ChangeConfig)
-            if isinstance(effect, ChangeConfig):
+            assert isinstance(effect, messages.Refetch | messages.ChangeConfig)
+            if isinstance(effect, messages.ChangeConfig):
                 failpoint("splice")
             self.manager.look()
             self.poke()
@@ -337,7 +323,7 @@ class ChainCore:
                 raise Refused(f"{type(message).__name__} has no payload")
             self.deliver(sender, message)
             return
-        assert isinstance(message, Append | Teach)
+        assert isinstance(message, messages.Append | messages.Teach)
         pass_push("push.received", operation)
         if not self._expects(sender, message):
             connection.skip(header.payload_bytes)
@@ -348,24 +334,24 @@ class ChainCore:
         pass_push("push.validated", operation)
         self.deliver(sender, with_op(message, Proposed(operation, payload)))
 
-    def _expects(self, sender: int, message: Append | Teach) -> bool:
+    def _expects(self, sender: int, message: messages.Append | messages.Teach) -> bool:
         """Whether this message would be appended, as far as can be said without the lock."""
         node = self.node
         if message.epoch != node.epoch or message.position != node.position + 1:
             return False
-        if isinstance(message, Teach):
+        if isinstance(message, messages.Teach):
             return not node.is_member and sender == node.config.tail
         return sender == node.predecessor
 
-    def deliver(self, sender: int, message: ChainMessage) -> None:
-        if not isinstance(message, WHILE_APPLYING):
+    def deliver(self, sender: int, message: messages.ChainMessage) -> None:
+        if not isinstance(message, messages.WHILE_APPLYING):
             with self.settled():
                 self.run(self.node.receive(sender, message))
             return
         operation = None
         with self.changed:
             node = self.node
-            if isinstance(message, Append | Teach):
+            if isinstance(message, messages.Append | messages.Teach):
                 operation = message.op and message.op.operation
                 is_new = message.epoch == node.epoch and message.position > node.position
                 if operation is None and is_new:  # its payload was skipped: let it be sent again
@@ -375,7 +361,7 @@ class ChainCore:
             pass_push("push.logged", operation)
             self.run(effects)
             logged = node.position
-        if not isinstance(message, Acked):
+        if not isinstance(message, messages.Acked):
             self.apply_upto(logged)
             pass_push("push.acknowledged", operation)
 

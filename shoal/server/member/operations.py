@@ -21,21 +21,9 @@ from shoal.embedding.chunks import columns_with, entry_bytes, read_columns
 from shoal.embedding.spec import TableSpec
 from shoal.protocol import Refused
 from shoal.protocol.connection import Connection
+from shoal.server import messages
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.consistency import Count
-from shoal.server.messages import (
-    Ack,
-    Commit,
-    Entered,
-    Generations,
-    LogEntry,
-    ModelSpec,
-    RowBatch,
-    RowChunk,
-    ShardState,
-    StepApplied,
-    WireMessage,
-)
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import PushTensors, RowPush
 from shoal.server.model.shard_state import check_state, restore
@@ -71,7 +59,7 @@ class Payload:
 EMPTY = Payload()
 
 
-class Operation(WireMessage, frozen=True):
+class Operation(messages.WireMessage, frozen=True):
     model: Count
 
     def apply(self, host: ModelHost, payload: Payload = EMPTY) -> Any:
@@ -89,7 +77,7 @@ class Operation(WireMessage, frozen=True):
 class Joined(Operation, frozen=True, tag="joined"):
     worker: Count
     incarnation: Count
-    spec: ModelSpec
+    spec: messages.ModelSpec
 
     def apply(self, host: ModelHost, payload: Payload = EMPTY) -> None:
         model = host.hold(self.model, self.spec)
@@ -104,10 +92,10 @@ class Pushed(Operation, frozen=True, tag="pushed"):
     worker: Count
     incarnation: Count
     sequence: Count
-    commit: Commit
-    rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
+    commit: messages.Commit
+    rows: Annotated[tuple[messages.RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
 
-    def apply(self, host: ModelHost, payload: Payload = EMPTY) -> Ack:
+    def apply(self, host: ModelHost, payload: Payload = EMPTY) -> messages.Ack:
         model = host.model(self.model)
         member = model.membership.members.get(self.worker)
         if member is None or member.incarnation != self.incarnation:
@@ -133,7 +121,7 @@ class Pushed(Operation, frozen=True, tag="pushed"):
 class Decided(Operation, frozen=True, tag="decided"):
     """A decision of the leader, in another shard."""
 
-    entry: LogEntry
+    entry: messages.LogEntry
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
         model.replay(self.entry)
@@ -142,7 +130,7 @@ class Decided(Operation, frozen=True, tag="decided"):
 class StepClosed(Operation, frozen=True, tag="closed"):
     """The leader's shard: the norms of all shards are known, so the open step is applied."""
 
-    step: StepApplied
+    step: messages.StepApplied
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
         with model.lock:
@@ -153,7 +141,7 @@ class StepClosed(Operation, frozen=True, tag="closed"):
 class BarrierReached(Operation, frozen=True, tag="barrier"):
     worker: Count
     number: Count
-    generations: Generations | None = None
+    generations: messages.Generations | None = None
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
         model.membership.reach(self.worker, self.number, self.generations)
@@ -164,7 +152,7 @@ class Returned(Operation, frozen=True, tag="returned"):
 
     worker: Count
 
-    def apply_to(self, model: ServedModel, payload: Payload) -> Entered:
+    def apply_to(self, model: ServedModel, payload: Payload) -> messages.Entered:
         membership, state = model.membership, model.state
         with model.lock:
             membership.check()
@@ -174,14 +162,14 @@ class Returned(Operation, frozen=True, tag="returned"):
             if not model.is_leader or not member.comes_back:
                 raise Refused(f"worker {self.worker} takes no place here: it was never away")
             if membership.is_finished:
-                return Entered(model.version, 0, is_over=True)
+                return messages.Entered(model.version, 0, is_over=True)
             if not model.in_chain:
                 model.log.followers.wait_connected()
             clock = state.ledger.clocks[self.worker]
             step = model.log.rejoin(self.worker, member.incarnation)
             state.returns[self.worker] += step - clock
             membership.enter(self.worker)
-            member.entered = Entered(step, clock)
+            member.entered = messages.Entered(step, clock)
             return member.entered
 
 
@@ -209,7 +197,7 @@ class Lost(Operation, frozen=True, tag="lost"):
 class StateSet(Operation, frozen=True, tag="state"):
     """Weights and optimizer state of a checkpoint are the payload; all go on from its step."""
 
-    state: ShardState
+    state: messages.ShardState
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
         try:
@@ -235,7 +223,7 @@ class TableMade(Operation, frozen=True, tag="table"):
 class RowsSet(Operation, frozen=True, tag="rows"):
     """Saved rows of a table are the payload; without keys the table is cleared."""
 
-    chunk: RowChunk
+    chunk: messages.RowChunk
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
         chunk = self.chunk

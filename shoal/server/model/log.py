@@ -14,18 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from shoal.protocol import Refused
+from shoal.server import messages
 from shoal.server.consistency import ImpossiblePush
-from shoal.server.messages import (
-    Ack,
-    Commit,
-    Decision,
-    LogEntry,
-    PushDecided,
-    PushesLost,
-    StepApplied,
-    WorkerJoined,
-    WorkerLeft,
-)
 from shoal.server.model.membership import Membership
 from shoal.server.model.shard import DTYPES, clip_factor
 from shoal.server.model.state import ModelState, OpenStep, WaitingPush
@@ -38,7 +28,7 @@ class NoFollowers:
     """The leader of a model with one server: no follower gets its log, or has norms."""
 
     def wait_connected(self) -> None: ...
-    def publish(self, entry: LogEntry) -> None: ...
+    def publish(self, entry: messages.LogEntry) -> None: ...
     def request_norms(self, divisor: float) -> None: ...
     def close(self) -> None: ...
 
@@ -62,31 +52,31 @@ class Log:
         self._lock = membership.lock
         self._norms: Sequence[float] | None = None  # while the norm of all shards is awaited
         self._total: float | None = None  # that norm
-        self._entries: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
+        self._entries: deque[messages.LogEntry] = deque(maxlen=MAX_ENTRIES)
 
-    def decide(self, worker: int, sequence: int, commit: Commit) -> Ack:
+    def decide(self, worker: int, sequence: int, commit: messages.Commit) -> messages.Ack:
         """A push is staged on all servers: log the verdict, and the step that it completes."""
         if not self._is_ready_for(commit):
             self._state.waiting.append(WaitingPush(worker, sequence, commit))
-            return Ack("staged", self.position)
+            return messages.Ack("staged", self.position)
         ack = self._judge(worker, sequence, commit)
         self._go_on()
         return ack
 
-    def _judge(self, worker: int, sequence: int, commit: Commit) -> Ack:
+    def _judge(self, worker: int, sequence: int, commit: messages.Commit) -> messages.Ack:
         try:
             verdict = self._state.ledger.judge(worker, commit.step)
         except ImpossiblePush as error:
             raise Refused(str(error)) from error
         told = (commit.batch_fraction, commit.lr, commit.save)
-        push = PushDecided(worker, sequence, commit.step, verdict, *told)
+        push = messages.PushDecided(worker, sequence, commit.step, verdict, *told)
         self._append(push)
         position = self.position
         saved = self._complete_step(push)
-        ack = self._state.acks[worker] = Ack(verdict, position, saved)
+        ack = self._state.acks[worker] = messages.Ack(verdict, position, saved)
         return ack
 
-    def _is_ready_for(self, commit: Commit) -> bool:
+    def _is_ready_for(self, commit: messages.Commit) -> bool:
         """Whether a push can be judged; else it waits for a step that others make up.
 
         A worker that goes on with a step that is not due had got the steps before it from a server
@@ -100,8 +90,8 @@ class Log:
 
     def lose_pushes(self, worker: int, sequence: int, step: int) -> None:
         """Pushes up to `sequence` were acknowledged by a server that is gone, and are not here."""
-        self._append(PushesLost(worker, sequence, step))
-        self._state.acks[worker] = Ack("again", self.position)
+        self._append(messages.PushesLost(worker, sequence, step))
+        self._state.acks[worker] = messages.Ack("again", self.position)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -116,7 +106,7 @@ class Log:
             state.waiting.remove(push)
             self._judge(*push)
 
-    def close_step(self, step: StepApplied) -> None:
+    def close_step(self, step: messages.StepApplied) -> None:
         """The norms of all servers are known; pushes that have come meanwhile are judged."""
         if self._state.open_step is None or step.version != self._state.version + 1:
             return
@@ -124,7 +114,7 @@ class Log:
         self._append(step)
         self._go_on()
 
-    def open_step(self) -> StepApplied | None:
+    def open_step(self) -> messages.StepApplied | None:
         """At the leader: the step that is to be closed, once all servers have said their norms."""
         open_step = self._state.open_step
         if open_step is None:
@@ -134,7 +124,7 @@ class Log:
 
     def depart(self, worker: int) -> None:
         """A worker has left or was lost; the surviving ones may make up a step now."""
-        self._append(WorkerLeft(worker))
+        self._append(messages.WorkerLeft(worker))
         if self._state.counted and not self._state.spec.rule.is_synchronous:
             self._complete_step(self._state.counted[-1])
         self._go_on()
@@ -143,16 +133,16 @@ class Log:
         """A worker that was lost is back; returns the step that it goes on with."""
         ledger = self._state.ledger
         step = max(ledger.present, ledger.clocks[worker])
-        self._append(WorkerJoined(worker, incarnation, step))
+        self._append(messages.WorkerJoined(worker, incarnation, step))
         return step
 
-    def _complete_step(self, latest: PushDecided | None) -> int | None:
+    def _complete_step(self, latest: messages.PushDecided | None) -> int | None:
         """Log an update if the counted pushes make up a step; the number that it is saved under."""
         ledger = self._state.ledger
         if not ledger.complete() or self._state.open_step is not None:
             return None
         if latest is None:
-            self._append(StepApplied(ledger.version + 1, None, 1.0, None))
+            self._append(messages.StepApplied(ledger.version + 1, None, 1.0, None))
             return None
         divisor = self._divisor()
         if self._defers_norms and self._needs_norms():
@@ -162,10 +152,10 @@ class Log:
         self._append(step)
         return step.save
 
-    def _step(self, divisor: float, latest: PushDecided) -> StepApplied:
+    def _step(self, divisor: float, latest: messages.PushDecided) -> messages.StepApplied:
         version = self._state.version + 1
         factor = self._clip_factor(divisor, latest.batch_fraction)  # may release the lock
-        return StepApplied(version, latest.lr, divisor, factor, self._state.next_save)
+        return messages.StepApplied(version, latest.lr, divisor, factor, self._state.next_save)
 
     def _divisor(self) -> float:
         """Where not every worker counts, the mean is over the samples of those that do."""
@@ -226,18 +216,18 @@ class Log:
         self._norms = self._total = None
         return total
 
-    def _append(self, decision: Decision) -> None:
-        entry = LogEntry(self.position + 1, decision)
+    def _append(self, decision: messages.Decision) -> None:
+        entry = messages.LogEntry(self.position + 1, decision)
         self.followers.publish(entry)
         self._apply(entry)
 
-    def replay(self, entry: LogEntry) -> None:
+    def replay(self, entry: messages.LogEntry) -> None:
         """Apply an entry of the leader."""
         if entry.position != self.position + 1:
             raise Refused(f"entry {entry.position} is out of order: expected {self.position + 1}")
         self._apply(entry)
 
-    def entries_after(self, position: int, shared: bool = False) -> list[LogEntry]:
+    def entries_after(self, position: int, shared: bool = False) -> list[messages.LogEntry]:
         """What a follower lacks; `shared`: what the loss of this server does not undo."""
         oldest = self.position - len(self._entries) + 1
         if not oldest <= position + 1 <= self.position + 1:
@@ -248,20 +238,20 @@ class Log:
         end = self.shared if shared and self.shared is not None else self.position
         return list(itertools.islice(self._entries, position + 1 - oldest, end + 1 - oldest))
 
-    def restart(self, position: int, entries: Iterable[LogEntry] = ()) -> None:
+    def restart(self, position: int, entries: Iterable[messages.LogEntry] = ()) -> None:
         """The state was replaced: entries up to `position`, but for these, do not lead to it."""
         self.position = position
         self.shared = None if self.shared is None else position
         self._entries.clear()
         self._entries += entries
 
-    def latest_entries(self, count: int) -> list[LogEntry]:
+    def latest_entries(self, count: int) -> list[messages.LogEntry]:
         return list(self._entries)[-count:]
 
-    def _apply(self, entry: LogEntry) -> None:
+    def _apply(self, entry: messages.LogEntry) -> None:
         decision = entry.decision
         self._state.apply(decision)
         self.position = entry.position
         self._entries.append(entry)
-        if isinstance(decision, StepApplied) and decision.save is not None:
+        if isinstance(decision, messages.StepApplied) and decision.save is not None:
             self.on_save(decision.save)

@@ -18,21 +18,8 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
+from shoal.server import messages
 from shoal.server.consistency import Count, LedgerState
-from shoal.server.messages import (
-    Ack,
-    AnyDtype,
-    Entered,
-    Generations,
-    LogEntry,
-    ModelSpec,
-    Name,
-    PushDecided,
-    RowBatch,
-    Shape,
-    ShardState,
-    WireMessage,
-)
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
 from shoal.server.model.served_model import ServedModel
@@ -62,23 +49,23 @@ def put_back(value: msgspec.Struct, *targets: object) -> None:
 # ---------------------------------------------------------------------- a checkpoint
 
 
-class SavedTable(WireMessage, frozen=True):
+class SavedTable(messages.WireMessage, frozen=True):
     """Names of the tensors of each chunk of rows that have been used."""
 
     spec: TableSpec
     steps: Count
-    chunks: tuple[tuple[Name, ...], ...]
+    chunks: tuple[tuple[messages.Name, ...], ...]
 
 
-class ShardDocument(WireMessage, frozen=True):
+class ShardDocument(messages.WireMessage, frozen=True):
     """What is no tensor in the file of a server. Pushes that are not applied are left out."""
 
     format: Format
     number: Count
-    spec: ModelSpec
+    spec: messages.ModelSpec
     position: Count
     ledger: LedgerState
-    optimizer: ShardState
+    optimizer: messages.ShardState
     tables: tuple[SavedTable, ...]
     residuals: tuple[Count, ...] = ()  # workers whose residuals are here
     epoch: Count = 1  # files of earlier versions have these two
@@ -147,30 +134,30 @@ def saved_state(model: ServedModel, number: int = 0) -> tuple[ShardDocument, lis
 # ---------------------------------------------------------------------- a copy
 
 
-class TensorForm(WireMessage, frozen=True):
-    dtype: AnyDtype
-    shape: Shape
+class TensorForm(messages.WireMessage, frozen=True):
+    dtype: messages.AnyDtype
+    shape: messages.Shape
 
 
-class ModelNumbers(WireMessage, frozen=True):
+class ModelNumbers(messages.WireMessage, frozen=True):
     """Attributes of `ModelState` and `Membership`: all copies have the same."""
 
     decided: dict[int, int]
-    counted: list[PushDecided]
+    counted: list[messages.PushDecided]
     fraction: float
     is_summed: bool
     open_step: OpenStep | None
     waiting: list[WaitingPush]
-    acks: dict[int, Ack]
+    acks: dict[int, messages.Ack]
     lost_pushes: Count
     departed: set[int]
-    open_barriers: dict[int, Generations | None]
+    open_barriers: dict[int, messages.Generations | None]
     lowest_at: dict[int, int]
     missed_updates: dict[int, int]
     returns: dict[int, int]
 
 
-class WorkerNumbers(WireMessage, frozen=True):
+class WorkerNumbers(messages.WireMessage, frozen=True):
     """Attributes of `Member` and its `PushBuffer`."""
 
     worker: Count
@@ -179,25 +166,25 @@ class WorkerNumbers(WireMessage, frozen=True):
     has_left: bool
     comes_back: bool
     is_late: bool
-    entered: Entered | None
+    entered: messages.Entered | None
     committed: Count
     decompressed: Count
 
 
-class WorkerImage(WireMessage, frozen=True):
+class WorkerImage(messages.WireMessage, frozen=True):
     numbers: WorkerNumbers
     is_arriving: bool
-    staged: tuple[tuple[Count, tuple[RowBatch, ...]], ...]  # by sequence
+    staged: tuple[tuple[Count, tuple[messages.RowBatch, ...]], ...]  # by sequence
 
 
-class ModelImage(WireMessage, frozen=True):
+class ModelImage(messages.WireMessage, frozen=True):
     number: Count
     saved: ShardDocument
     numbers: ModelNumbers
     failure: tuple[str, int | None] | None
     workers: tuple[WorkerImage, ...]
-    counted_rows: tuple[tuple[int, RowBatch], ...]
-    entries: tuple[LogEntry, ...]
+    counted_rows: tuple[tuple[int, messages.RowBatch], ...]
+    entries: tuple[messages.LogEntry, ...]
     tensors: Annotated[tuple[TensorForm, ...], msgspec.Meta(max_length=1 << 22)]
 
 
@@ -236,10 +223,10 @@ def _worker_image(model: ServedModel, member: Member, tensors: list[Tensor]) -> 
     )
 
 
-def _describe(pushes: Any, tensors: list[Tensor]) -> tuple[RowBatch, ...]:
+def _describe(pushes: Any, tensors: list[Tensor]) -> tuple[messages.RowBatch, ...]:
     for rows in pushes:
         tensors += [rows.ids, rows.grads]
-    return tuple(RowBatch(rows.table, len(rows.ids), rows.lr) for rows in pushes)
+    return tuple(messages.RowBatch(rows.table, len(rows.ids), rows.lr) for rows in pushes)
 
 
 def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> None:
@@ -283,5 +270,5 @@ def _install_worker(
     into[worker] = pushes
 
 
-def _rows(batch: RowBatch, source: Iterator[Tensor]) -> RowPush:
+def _rows(batch: messages.RowBatch, source: Iterator[Tensor]) -> RowPush:
     return RowPush(batch.table, next(source), next(source), batch.lr)

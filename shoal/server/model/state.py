@@ -19,18 +19,8 @@ from typing import NamedTuple
 import torch
 
 from shoal.protocol import Refused
+from shoal.server import messages
 from shoal.server.consistency import Ledger
-from shoal.server.messages import (
-    Ack,
-    Commit,
-    Decision,
-    ModelSpec,
-    PushDecided,
-    PushesLost,
-    StepApplied,
-    WorkerJoined,
-    WorkerLeft,
-)
 from shoal.server.model.shard import PendingPush, PushBuffer, Shard
 from shoal.server.model.tables import Tables
 
@@ -39,7 +29,7 @@ class OpenStep(NamedTuple):
     """A step that is complete, and waits for the norms of other servers."""
 
     divisor: float
-    latest: PushDecided
+    latest: messages.PushDecided
 
 
 class WaitingPush(NamedTuple):
@@ -47,13 +37,15 @@ class WaitingPush(NamedTuple):
 
     worker: int
     sequence: int
-    commit: Commit
+    commit: messages.Commit
 
 
 class ModelState:
     """Weights, optimizer state, ledger, and the pushes of the open step."""
 
-    def __init__(self, spec: ModelSpec, tables: Tables, device: torch.device | None = None):
+    def __init__(
+        self, spec: messages.ModelSpec, tables: Tables, device: torch.device | None = None
+    ):
         self.spec = spec
         self.shard = Shard(spec, device)
         self.tables = tables
@@ -61,12 +53,14 @@ class ModelState:
         self.pushes: dict[int, PushBuffer] = {}  # by worker
         self.arriving: dict[int, PushBuffer] = {}  # of workers that came back and have not entered
         self.decided: dict[int, int] = {}  # worker -> sequence of its latest push with a verdict
-        self.counted: list[PushDecided] = []  # of the open step
+        self.counted: list[messages.PushDecided] = []  # of the open step
         self.fraction = 0.0  # of the global batch that is counted in the open step
         self.is_summed = False
         self.open_step: OpenStep | None = None
         self.waiting: list[WaitingPush] = []
-        self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
+        self.acks: dict[
+            int, messages.Ack
+        ] = {}  # worker -> the answer to its latest push with a verdict
         self.lost_pushes = 0  # were acknowledged by a server that is gone
         self.missed_updates = Counter[int]()  # between a pull and its push
         self.returns = Counter[int]()  # worker -> steps that it missed while it was away
@@ -89,17 +83,17 @@ class ModelState:
     def version(self) -> int:
         return self.ledger.version
 
-    def apply(self, decision: Decision) -> None:
-        if isinstance(decision, PushDecided):
+    def apply(self, decision: messages.Decision) -> None:
+        if isinstance(decision, messages.PushDecided):
             self._apply_push(decision)
-        elif isinstance(decision, StepApplied):
+        elif isinstance(decision, messages.StepApplied):
             self._apply_step(decision)
-        elif isinstance(decision, WorkerJoined):
+        elif isinstance(decision, messages.WorkerJoined):
             self._apply_return(decision)
-        elif isinstance(decision, PushesLost):
+        elif isinstance(decision, messages.PushesLost):
             self._apply_loss(decision)
         else:
-            assert isinstance(decision, WorkerLeft)
+            assert isinstance(decision, messages.WorkerLeft)
             self.ledger.lose(decision.worker)
         self.on_applied()
 
@@ -108,7 +102,7 @@ class ModelState:
         self._sum_pushes(divisor)
         return self.shard.norms()
 
-    def _apply_push(self, push: PushDecided) -> None:
+    def _apply_push(self, push: messages.PushDecided) -> None:
         expected = self.decided.get(push.worker, 0) + 1
         if push.sequence != expected:
             raise Refused(
@@ -135,14 +129,14 @@ class ModelState:
         self.fraction += push.batch_fraction
         self.tables.counted += [(push.worker, each) for each in rows]
 
-    def _apply_return(self, joined: WorkerJoined) -> None:
+    def _apply_return(self, joined: messages.WorkerJoined) -> None:
         self.ledger.rejoin(joined.worker, joined.step)
         self.decided.pop(joined.worker, None)
         buffer = self.arriving.pop(joined.worker, None)
         if buffer is not None:
             self.pushes[joined.worker] = buffer
 
-    def _apply_loss(self, lost: PushesLost) -> None:
+    def _apply_loss(self, lost: messages.PushesLost) -> None:
         decided = self.decided.get(lost.worker, 0)
         self.ledger.lose_pushes(lost.worker, lost.step)
         self.decided[lost.worker] = lost.sequence
@@ -154,7 +148,7 @@ class ModelState:
         staged = buffer.staged.items()
         buffer.staged = {n: held for n, held in staged if not decided < n <= lost.sequence}
 
-    def _apply_step(self, step: StepApplied) -> None:
+    def _apply_step(self, step: messages.StepApplied) -> None:
         if step.version != self.version + 1:
             raise Refused(f"version {step.version} is out of order: expected {self.version + 1}")
         if self.counted:  # else all pushes of the step are lost

@@ -11,34 +11,8 @@ import torch
 from shoal.protocol import FrameKind, Header, Refused, encode, generation_of
 from shoal.protocol.connection import Closed
 from shoal.runtime.failpoints import failpoint
-from shoal.server.member.operations import (
-    BarrierReached,
-    Joined,
-    Left,
-    Payload,
-    Pushed,
-    ResidualSaved,
-    Resumed,
-    Returned,
-    StateSet,
-)
-from shoal.server.messages import (
-    Ack,
-    BarrierRequest,
-    Commit,
-    DeviceAsked,
-    DeviceOffered,
-    LowestSurvivor,
-    ModelSpec,
-    Norms,
-    Pull,
-    RowBatch,
-    SavedResidual,
-    Scalar,
-    SetUp,
-    ShardState,
-    Stats,
-)
+from shoal.server import messages
+from shoal.server.member import operations
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.model_host import check_spec
@@ -48,8 +22,8 @@ from shoal.server.shared_memory import attach, bytes_of, offer
 MAX_LOST_PUSHES = 4096  # of a worker, with servers of eventual consistency
 
 
-@handles(FrameKind.SETUP, "control", ModelSpec)
-def set_up(peer: Peer, header: Header, spec: ModelSpec) -> None:
+@handles(FrameKind.SETUP, "control", messages.ModelSpec)
+def set_up(peer: Peer, header: Header, spec: messages.ModelSpec) -> None:
     """A worker describes the model, perhaps with memory that it shares, and joins."""
     is_again = peer.has_reconnected and peer.has_entered  # the answer was lost
     if peer.has_entered and not is_again:
@@ -57,7 +31,7 @@ def set_up(peer: Peer, header: Header, spec: ModelSpec) -> None:
     with peer.descriptor() as descriptor:
         has_returned = not is_again and generation_of(peer.incarnation)
         if has_returned and peer.host.is_released(peer.model_id):
-            peer.reply(encode(SetUp(is_over=True)))
+            peer.reply(encode(messages.SetUp(is_over=True)))
             return
         if peer.has_entered and spec != peer.model.spec:
             raise Refused("the workers of one model describe it differently")
@@ -66,7 +40,7 @@ def set_up(peer: Peer, header: Header, spec: ModelSpec) -> None:
         if descriptor is not None and (not is_again or peer.host.in_chain):
             segment = attach(descriptor, DTYPES[spec.dtype], spec.size, partial_sums(spec))
     if not is_again:
-        peer.host.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
+        peer.host.execute(operations.Joined(peer.model_id, peer.worker, peer.incarnation, spec))
     model = peer.host.models[peer.model_id]
     if segment is not None:
         held = slice(spec.start, spec.stop)
@@ -74,7 +48,7 @@ def set_up(peer: Peer, header: Header, spec: ModelSpec) -> None:
     if not is_again:
         peer.enter(model)
     _resume(peer, header)
-    peer.reply(encode(SetUp(peer.member.comes_back)))
+    peer.reply(encode(messages.SetUp(peer.member.comes_back)))
 
 
 def _resume(peer: Peer, header: Header) -> None:
@@ -86,12 +60,14 @@ def _resume(peer: Peer, header: Header) -> None:
         return
     if not peer.host.may_lose or missing > MAX_LOST_PUSHES:
         raise Refused(f"the last {missing} pushes of worker {peer.worker} are not here")
-    peer.host.execute(Resumed(peer.model_id, peer.worker, header.sequence, header.argument))
+    peer.host.execute(
+        operations.Resumed(peer.model_id, peer.worker, header.sequence, header.argument)
+    )
 
 
 @handles(FrameKind.ENTER, "control")
 def enter(peer: Peer, header: Header, meta: bytes) -> None:
-    peer.reply(encode(peer.host.execute(Returned(peer.model_id, peer.worker))))
+    peer.reply(encode(peer.host.execute(operations.Returned(peer.model_id, peer.worker))))
 
 
 @handles(FrameKind.SHARE_WEIGHTS, "control")
@@ -102,17 +78,17 @@ def share_weights(peer: Peer, header: Header, meta: bytes) -> None:
     peer.reply()
 
 
-@handles(FrameKind.BARRIER, "control", BarrierRequest)
-def barrier(peer: Peer, header: Header, request: BarrierRequest) -> None:
+@handles(FrameKind.BARRIER, "control", messages.BarrierRequest)
+def barrier(peer: Peer, header: Header, request: messages.BarrierRequest) -> None:
     meeting = peer.worker, request.number, request.generations
     peer.model.wait_closed(peer.worker)  # before: all copies have what comes before the barrier
-    peer.host.execute(BarrierReached(peer.model_id, *meeting))
+    peer.host.execute(operations.BarrierReached(peer.model_id, *meeting))
     lowest = peer.model.membership.wait_barrier(*meeting)
-    peer.reply(encode(LowestSurvivor(lowest)))
+    peer.reply(encode(messages.LowestSurvivor(lowest)))
 
 
-@handles(FrameKind.STATS, "control", Stats)
-def stats(peer: Peer, header: Header, request: Stats) -> None:
+@handles(FrameKind.STATS, "control", messages.Stats)
+def stats(peer: Peer, header: Header, request: messages.Stats) -> None:
     if request.final:
         peer.model.membership.wait_over()
     counts = {**peer.model.report(with_tables=request.final), **peer.host.report()}
@@ -121,17 +97,17 @@ def stats(peer: Peer, header: Header, request: Stats) -> None:
 
 @handles(FrameKind.LEAVE, "control")
 def leave(peer: Peer, header: Header, meta: bytes) -> None:
-    lowest = peer.host.execute(Left(peer.model_id, peer.worker))
-    peer.reply(encode(LowestSurvivor(lowest)))
+    lowest = peer.host.execute(operations.Left(peer.model_id, peer.worker))
+    peer.reply(encode(messages.LowestSurvivor(lowest)))
 
 
 @handles(FrameKind.NORMS, "control")
 def norms(peer: Peer, header: Header, meta: bytes) -> None:
-    peer.reply(encode(Norms(tuple(peer.model.log.norms(peer.worker)))))
+    peer.reply(encode(messages.Norms(tuple(peer.model.log.norms(peer.worker)))))
 
 
-@handles(FrameKind.TOTAL_NORM, "control", Scalar)
-def total_norm(peer: Peer, header: Header, request: Scalar) -> None:
+@handles(FrameKind.TOTAL_NORM, "control", messages.Scalar)
+def total_norm(peer: Peer, header: Header, request: messages.Scalar) -> None:
     if peer.model.in_chain:
         peer.model.close_with(peer.worker, request.value)
     else:
@@ -157,12 +133,12 @@ def chain(peer: Peer, header: Header, meta: bytes) -> None:
     receive(header.worker, header, meta, peer.connection)
 
 
-@handles(FrameKind.SHARE_DEVICE, "control", DeviceAsked)
-def share_device(peer: Peer, header: Header, asked: DeviceAsked) -> None:
+@handles(FrameKind.SHARE_DEVICE, "control", messages.DeviceAsked)
+def share_device(peer: Peer, header: Header, asked: messages.DeviceAsked) -> None:
     """Asked once for memory, and once more when the worker has opened it."""
     if peer.member.pushes.committed:
         raise Refused("SHARE_DEVICE arrives after the first push")
-    offered = DeviceOffered()
+    offered = messages.DeviceOffered()
     if asked.is_accepted:
         if peer.member.offered is None:
             raise Refused(f"worker {peer.worker} was offered no memory on a GPU")
@@ -200,8 +176,8 @@ def _is_expected(peer: Peer, header: Header) -> bool:
     return True
 
 
-@handles(FrameKind.COMMIT, "push", Commit, has_payload=True)
-def commit(peer: Peer, header: Header, request: Commit) -> None:
+@handles(FrameKind.COMMIT, "push", messages.Commit, has_payload=True)
+def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
     """The push is complete; its loss and flags are the payload."""
     failpoint("push.received")
     peer.model.membership.check()
@@ -224,18 +200,20 @@ def commit(peer: Peer, header: Header, request: Commit) -> None:
             pushes.arriving.gradients.copy_(peer.member.out)
     failpoint("push.deduplicated")
     rows = pushes.take_rows()
-    batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
+    batches = tuple(messages.RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    payload = Payload(rows=rows, push=pushes.take_arrived())
+    payload = operations.Payload(rows=rows, push=pushes.take_arrived())
     sent: list[memoryview | None] = []  # by another thread; what is left of the answer
 
-    def answer_early(ack: Ack) -> None:
+    def answer_early(ack: messages.Ack) -> None:
         """By the thread that hears of the commitment: no other has to be woken. It may not wait."""
         if not _is_open(ack, peer) and not peer.host.slowness.is_slow:
             with suppress(Closed):  # the thread that serves the worker notices it, too
                 sent.append(peer.connection.send_now(peer.ok, encode(ack)))
 
-    ack: Ack = peer.host.execute(Pushed(*identity, request, batches), payload, answer_early)
+    ack: messages.Ack = peer.host.execute(
+        operations.Pushed(*identity, request, batches), payload, answer_early
+    )
     if ack.verdict == "again":
         peer.model.note_repeat()
     if _is_open(ack, peer):
@@ -247,7 +225,7 @@ def commit(peer: Peer, header: Header, request: Commit) -> None:
     failpoint("push.acknowledged")
 
 
-def _is_open(ack: Ack, peer: Peer) -> bool:
+def _is_open(ack: messages.Ack, peer: Peer) -> bool:
     """The leader's answer waits for others."""
     return ack.verdict == "staged" and peer.model.is_leader
 
@@ -288,7 +266,7 @@ def compressed(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.RESIDUAL_SET, "push", has_payload=True)
 def set_residual(peer: Peer, header: Header, meta: bytes) -> None:
     """What a worker carries from step to step, for the worker that saves a checkpoint."""
-    peer.execute_with_payload(ResidualSaved(peer.model_id, peer.worker), header)
+    peer.execute_with_payload(operations.ResidualSaved(peer.model_id, peer.worker), header)
 
 
 @handles(FrameKind.RESIDUAL_GET, "pull")
@@ -297,7 +275,7 @@ def get_residual(peer: Peer, header: Header, meta: bytes) -> None:
     compression = _compression(peer, header)
     residual = peer.read(lambda: peer.model.membership.residual_of(header.argument))
     payload = bytearray(compression.residual_bytes) if residual is None else residual
-    peer.reply(encode(SavedResidual(residual is not None)), memoryview(payload))
+    peer.reply(encode(messages.SavedResidual(residual is not None)), memoryview(payload))
 
 
 def _compression(peer: Peer, header: Header) -> PushCompression:
@@ -306,8 +284,8 @@ def _compression(peer: Peer, header: Header) -> PushCompression:
     return peer.model.compression
 
 
-@handles(FrameKind.PULL, "pull", Pull)
-def pull(peer: Peer, header: Header, request: Pull) -> None:
+@handles(FrameKind.PULL, "pull", messages.Pull)
+def pull(peer: Peer, header: Header, request: messages.Pull) -> None:
     pulled, loss_flags, weights = peer.read(lambda: peer.model.pull(peer.worker, request))
     payload = [bytes_of(loss_flags)]
     if weights is not None:
@@ -321,6 +299,6 @@ def get_state(peer: Peer, header: Header, meta: bytes) -> None:
     peer.reply_committed(encode(state), *map(bytes_of, tensors))
 
 
-@handles(FrameKind.STATE_SET, "pull", ShardState, has_payload=True)
-def set_state(peer: Peer, header: Header, request: ShardState) -> None:
-    peer.execute_with_payload(StateSet(peer.model_id, request), header)
+@handles(FrameKind.STATE_SET, "pull", messages.ShardState, has_payload=True)
+def set_state(peer: Peer, header: Header, request: messages.ShardState) -> None:
+    peer.execute_with_payload(operations.StateSet(peer.model_id, request), header)
