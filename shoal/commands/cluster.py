@@ -117,8 +117,7 @@ def calibrate_command(
         typer.Option(metavar="ENGINE", help="Measure between the hosts of an engine instead."),
     ] = None,
     cluster: Annotated[
-        str | None,
-        typer.Option(help="With --on: the cluster file that it is added to."),
+        str | None, typer.Option(help="With --on: the cluster file that it is added to.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -127,8 +127,7 @@ def table(
         str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")
     ] = "100MB",
     cluster: Annotated[
-        str | None,
-        typer.Option(help="With contention on this cluster: a file or a preset."),
+        str | None, typer.Option(help="With contention on this cluster: a file or a preset.")
     ] = None,
     alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
     beta: Annotated[

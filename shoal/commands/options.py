@@ -14,8 +14,7 @@ import typer
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
 RunWorkers = Annotated[
-    int | None,
-    typer.Option("--workers", "-n", min=1, help="Number of workers.", show_default="1"),
+    int | None, typer.Option("--workers", "-n", min=1, help="Number of workers.", show_default="1")
 ]
 On = Annotated[
     str | None,

@@ -19,12 +19,7 @@ from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import Part, bold, plain_table, show
 from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
 from shoal.errors import BadInput
-from shoal.plan.explain import (
-    bound_words,
-    does_not_fit,
-    gradient_traffic,
-    smaller_micro_batches,
-)
+from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
 from shoal.plan.predict import Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction

@@ -69,8 +69,7 @@ class SubjectOptions:
         typer.Option(help="One device in each node, joined by a network of this rate: 200Gb/s."),
     ] = None
     limit: Annotated[
-        _Text,
-        typer.Option(help="Memory of a device, such as 10GB.", show_default="the cluster's"),
+        _Text, typer.Option(help="Memory of a device, such as 10GB.", show_default="the cluster's")
     ] = None
     batch: Annotated[
         _Number,

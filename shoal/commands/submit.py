@@ -97,8 +97,7 @@ class SubmitRequest:
         typer.Option(help="Slurm: a line of shell before srun, module load cuda; repeatable."),
     ] = None
     srun: Annotated[
-        _Texts,
-        typer.Option(help="Slurm: an option of srun, --container-image=IMAGE; repeatable."),
+        _Texts, typer.Option(help="Slurm: an option of srun, --container-image=IMAGE; repeatable.")
     ] = None
     secret_file: Annotated[
         Path | None, typer.Option(help="Slurm: a file with the secret of the run, mode 0600.")
@@ -110,8 +109,7 @@ class SubmitRequest:
         typer.Option(help="Kubernetes: a Secret whose key `secret` has the secret of the run."),
     ] = None
     claim: Annotated[
-        _Texts,
-        typer.Option(metavar="NAME:/PATH", help="Kubernetes: a volume claim; repeatable."),
+        _Texts, typer.Option(metavar="NAME:/PATH", help="Kubernetes: a volume claim; repeatable.")
     ] = None
     as_json: options.Json = False
 

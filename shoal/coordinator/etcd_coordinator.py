@@ -362,10 +362,7 @@ class _Transactions:
     def _transaction(self, name: str, version: int, change: object) -> dict[str, Any]:
         marker = {"key": self._marker}
         number = {"request_put": {**marker, "value": text_of(self._number_text())}}
-        compare = [
-            _has_revision(name, version),
-            _has_revision(self._marker, self._marker_revision),
-        ]
+        compare = [_has_revision(name, version), _has_revision(self._marker, self._marker_revision)]
         failure = [{"request_range": {"key": name}}, {"request_range": marker}]
         return {"compare": compare, "success": [change, number], "failure": failure}
 

@@ -65,10 +65,7 @@ class Core:
     """Answers requests of all clients, one at a time."""
 
     def __init__(
-        self,
-        store: Store,
-        log: StoreLog | None = None,
-        clock_s: Callable[[], float] | None = None,
+        self, store: Store, log: StoreLog | None = None, clock_s: Callable[[], float] | None = None
     ):
         self._store = store
         self._log = log

@@ -173,10 +173,7 @@ class DoubleCheck(FirstSteps):
 
 
 def check(
-    narrow: CapturedRun,
-    alone: CapturedRun,
-    together: CapturedRun,
-    again: Callable[[], CapturedRun],
+    narrow: CapturedRun, alone: CapturedRun, together: CapturedRun, again: Callable[[], CapturedRun]
 ) -> DoubleCheck:
     """`narrow` is in the script's own precision; `again` runs where parts are not in double."""
     before = narrow.early or narrow.tensors
@@ -193,9 +190,7 @@ def check(
         explained = {n: by if by <= LARGEST_IN_DOUBLE else 0.0 for n, by in change.items()}
         found = [
             Difference(
-                n,
-                value,
-                max(SENSITIVITY, min(MARGIN * explained.get(n, 0.0), LARGEST_IN_DOUBLE)),
+                n, value, max(SENSITIVITY, min(MARGIN * explained.get(n, 0.0), LARGEST_IN_DOUBLE))
             )
             for n, value in plain.items()
         ]

@@ -129,8 +129,7 @@ GRAPH = Constraint(
     lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
 )
 OUTER = text_like(
-    'an optimizer such as "nesterov(lr=0.7)"',
-    rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?",
+    'an optimizer such as "nesterov(lr=0.7)"', rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?"
 )
 PLAN = Constraint(
     'a dict of module names to "column", "row" or "whole"',

@@ -23,13 +23,7 @@ from shoal.comm.store.session import (
     StoreRequest,
 )
 from shoal.errors import BadInput
-from shoal.runtime.acceptor import (
-    Acceptor,
-    Strangers,
-    host_of,
-    notice_silence,
-    service_thread,
-)
+from shoal.runtime.acceptor import Acceptor, Strangers, host_of, notice_silence, service_thread
 from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.trust import is_loopback
 from shoal.runtime.wording import say

@@ -34,12 +34,7 @@ from shoal.launch.here.output import (
     discard_lines,
     print_lines,
 )
-from shoal.launch.here.process_config import (
-    SERVER_COMMAND,
-    SINGLE_COPY,
-    Replication,
-    worker_config,
-)
+from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication, worker_config
 from shoal.launch.here.processes import Processes
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor

@@ -44,10 +44,7 @@ class Processes:
     """Use as a block: at its end every process and the rest of its group are killed."""
 
     def __init__(
-        self,
-        on_exit: Callable[[ProcessExit], None],
-        role: Role = "worker",
-        forks: bool = False,
+        self, on_exit: Callable[[ProcessExit], None], role: Role = "worker", forks: bool = False
     ):
         """With `forks`, Python programs are forks of this process, where it can be forked."""
         self._on_exit = on_exit

@@ -29,14 +29,7 @@ from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import SILENT_HOST_S
 from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.launch.here.local import LaunchSpec, enter
-from shoal.launch.here.output import (
-    LogFiles,
-    OnProgress,
-    OutputSink,
-    Streams,
-    Write,
-    print_lines,
-)
+from shoal.launch.here.output import LogFiles, OnProgress, OutputSink, Streams, Write, print_lines
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.running import join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents

@@ -239,11 +239,7 @@ class LossPolicy:
     """Decides for each worker that has exited whether the run continues."""
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        workers: int,
-        tolerance: Tolerance | None,
-        say: Callable[[str], None],
+        self, run_dir: RunDir, workers: int, tolerance: Tolerance | None, say: Callable[[str], None]
     ):
         self._run_dir = run_dir
         self._workers = workers

@@ -65,9 +65,7 @@ def run(
     size = placement.size if placement else workers or 1
     chosen = config.strategy or strategy or ("ddp" if size > 1 else "single")
     config = replace(
-        config,
-        seed=seed if config.seed is None else config.seed,
-        device=config.device or device,
+        config, seed=seed if config.seed is None else config.seed, device=config.device or device
     )
     if chosen == "auto":
         chosen = _choose(train, size, placement, config)
@@ -126,11 +124,7 @@ def _choose(train: Train, workers: int, placement: Placement | None, config: Run
 
 
 def _launch_self(
-    train: Train,
-    strategy: Strategy,
-    workers: int,
-    config: RunConfig,
-    is_shown: bool = True,
+    train: Train, strategy: Strategy, workers: int, config: RunConfig, is_shown: bool = True
 ) -> None:
     from shoal.launch.here.local import LaunchSpec, launch
     from shoal.launch.here.output import discard_lines, print_lines

@@ -28,13 +28,7 @@ class ShmWork:
     """A message in flight. It holds its tensor until it is done."""
 
     def __init__(
-        self,
-        transport: ShmTransport,
-        op: int,
-        data: Tensor,
-        is_send: bool,
-        peer: int,
-        doing: str,
+        self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, peer: int, doing: str
     ):
         self._transport = transport
         self._peer = peer
