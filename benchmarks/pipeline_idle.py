@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import say
+from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.plan.timeline import Times, simulate
@@ -26,7 +27,6 @@ from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy, parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
-from shoal.transport.transport import Mailboxes, ThreadTransport
 
 SCHEDULES = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1")
 T = TypeVar("T")

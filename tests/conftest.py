@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
-from shoal.transport.transport import Mailboxes, ThreadTransport
 from tests.cores import one_core
 from tests.devices import NUM_GPUS, show_gpus
 from tests.forked import zygotes

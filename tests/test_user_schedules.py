@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.thread_transport import ThreadTransport
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput
@@ -18,7 +19,6 @@ from shoal.schedules.pipelines.catalog import build
 from shoal.schedules.user import digest, is_user_function
 from shoal.strategy.strategy import parse
 from shoal.train.step.prepare_model import check_same
-from shoal.transport.transport import ThreadTransport
 from tests.comm.threads import on_threads
 from tests.conftest import World
 from tests.models import samples

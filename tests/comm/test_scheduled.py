@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
@@ -19,7 +20,7 @@ from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.proof import ProofFailed
-from shoal.transport.transport import Mailboxes, ThreadTransport, Work
+from shoal.transport.transport import Work
 from tests.comm.cases import call, cases, check, group_for
 from tests.comm.threads import on_hosts, on_shm_threads, on_threads
 from tests.conftest import World, run_world

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
@@ -19,7 +20,6 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 from shoal.transport.tcp.connect import TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
-from shoal.transport.transport import Mailboxes, ThreadTransport
 from tests.cores import one_core
 
 T = TypeVar("T")

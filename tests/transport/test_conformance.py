@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.errors import PeerLost, ShoalError
 from shoal.transport.tcp.transport import TcpTransport, is_built
-from shoal.transport.transport import Mailboxes, SubsetTransport, ThreadTransport, Transport
+from shoal.transport.transport import SubsetTransport, Transport
 from tests.comm.cases import DTYPES
 from tests.comm.threads import on_tcp
 
