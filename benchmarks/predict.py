@@ -16,7 +16,7 @@ from benchmarks.harness import check_names, say
 from benchmarks.spread import SpreadPredictor
 from shoal.cluster import Cluster
 from shoal.cluster.units import show_seconds
-from shoal.commands.compare import Comparison, groups_of
+from shoal.commands.compare import Comparison
 from shoal.commands.launching import command_for, config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
 from shoal.commands.subject import workload_of_script
@@ -161,6 +161,13 @@ class PredictBench:
             entries = _entries(predictions, STEPS[model], self.rounds, folder)
             words = [SCRIPT, "--model", model]
             return Comparison(words, config, groups_of(entries), folder).measure()
+
+
+def groups_of(entries: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Which runs share processes: those without servers."""
+    alone = [e for e in entries if as_strategy(e.strategy).sync_for(e.workers).has_servers]
+    together = [entry for entry in entries if entry not in alone]
+    return [group for group in (together, *([entry] for entry in alone)) if group]
 
 
 def _entries(

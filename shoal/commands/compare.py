@@ -115,12 +115,9 @@ def _by_strategy(comparison: Comparison) -> list[RunOutcome]:
             [o for run, o in mine if run.threads == n] for n in {run.threads for run, _ in mine}
         ]
         ratios = [1.0] if one.is_single else compared.get(one.strategy, ())
-        rows.append(max((one.with_speeds(runs, ratios) for runs in alike), key=_speed))
+        speeds = [one.with_speeds(runs, ratios) for runs in alike]
+        rows.append(max(speeds, key=lambda outcome: outcome.steps_per_s or 0.0))
     return rows
-
-
-def _speed(outcome: RunOutcome) -> float:
-    return outcome.steps_per_s or 0.0
 
 
 def alternating(
@@ -164,13 +161,6 @@ def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
     return names
 
 
-def groups_of(entries: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """Which runs share processes: those without servers."""
-    alone = [e for e in entries if as_strategy(e.strategy).sync_for(e.workers).has_servers]
-    together = [entry for entry in entries if entry not in alone]
-    return [group for group in (together, *([entry] for entry in alone)) if group]
-
-
 @dataclass
 class Comparison:
     """Starts processes for groups of runs, and continues when one of the runs fails.
@@ -204,18 +194,13 @@ class Comparison:
                 self._run(list(group))
         except KeyboardInterrupt:
             self.interrupted = True
-        base_losses = losses_of(self.base)
-        baseline = outcome_of(self.base, None, base_losses)
-        return [self._outcome(entry, baseline, base_losses) for entry in self.entries]
-
-    def _outcome(
-        self, entry: ComparedRun, baseline: RunOutcome, losses: Sequence[float]
-    ) -> RunOutcome:
-        if entry == self.base:
-            return baseline
-        found = outcome_of(entry, baseline, losses)
-        why = self.failed.get(entry.strategy) if found.failed else None
-        return found if why is None else replace(found, failed=why)
+        losses = losses_of(self.base)
+        base = outcome_of(self.base, None, losses)
+        found = [outcome_of(e, None if e == self.base else base, losses) for e in self.entries]
+        return [
+            replace(one, failed=self.failed.get(one.strategy, one.failed)) if one.failed else one
+            for one in found
+        ]
 
     def _run(self, group: list[ComparedRun]) -> None:
         while group:

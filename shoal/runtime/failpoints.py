@@ -4,7 +4,6 @@
     SHOAL_FAILPOINTS=push.logged:kill@3         the process is killed the third time it gets there
     SHOAL_FAILPOINTS=election.before:stop       ... stopped (SIGSTOP) the first time
     SHOAL_FAILPOINTS=splice:kill+               ... the first time after RUN_DIR/armed was made
-    with armed("log.append.written", act): …    in a test of one process: `act()` is called
 
 A process arms what its configuration names where it starts (`arm`).
 
@@ -26,8 +25,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import BadInput
@@ -35,13 +33,13 @@ from shoal.runtime.run_dir import RunDir
 
 _SPEC = re.compile(r"([a-z_]+(?:\.[a-z_]+)*):(kill|stop)(?:@([1-9][0-9]{0,8}))?(\+)?")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_armed: dict[str, Callable[[], None]] = {}
+armed: dict[str, Callable[[], None]] = {}  # by name: what is done there
 
 
 def failpoint(name: str) -> None:
     """Do here what was armed under this name."""
-    if _armed:
-        act = _armed.get(name)
+    if armed:
+        act = armed.get(name)
         if act is not None:
             act()
 
@@ -54,17 +52,7 @@ def arm(specs: Sequence[str], run_dir: RunDir | None = None) -> None:
             raise BadInput(f"SHOAL_FAILPOINTS has {spec!r}: use NAME:kill, NAME:stop, NAME:kill@3")
         name, action, passage, is_later = match.groups()
         gate = run_dir.armed if is_later and run_dir is not None else None
-        _armed[name] = _passages(_SIGNALS[action], int(passage or 1), gate)
-
-
-@contextmanager
-def armed(name: str, act: Callable[[], None]) -> Iterator[None]:
-    """Inside the block this point calls `act`."""
-    _armed[name] = act
-    try:
-        yield
-    finally:
-        del _armed[name]
+        armed[name] = _passages(_SIGNALS[action], int(passage or 1), gate)
 
 
 def _passages(number: signal.Signals, nth: int, gate: Path | None) -> Callable[[], None]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.compare import _strategies, alternating, groups_of
+from benchmarks.predict import groups_of
+from shoal.commands.compare import _strategies, alternating
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome, speed_ups, steps_per_s
 from tests.scripts import json_of, script, shoal

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_training_going(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     save(every=5, resume=True)
-    with armed("snapshot.temporary", fail):
+    with patch.dict(armed, {"snapshot.temporary": fail}):
         train(world, RANK0, 12)
     assert capfd.readouterr().err.count("a server cannot write its checkpoint") == 1
     assert [version.number for version in complete_versions(tmp_path)] == [5]

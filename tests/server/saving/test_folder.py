@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_failing_disk_is_one_line_in_the_words_of_the_system(
         raise error
 
     save(tmp_path, 100)
-    with armed("snapshot.temporary", fail):
+    with patch.dict(armed, {"snapshot.temporary": fail}):
         for number in (200, 300):
             writer.start(lambda number=number: save(tmp_path, number) and None)
             writer.close()
