@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
-from shoal.schedules.pipelines.catalog import schedules
+from shoal.schedules.pipelines.catalog import CATALOG
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.options import StepOptions
@@ -40,7 +40,7 @@ from tests.splitting import (
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("schedule", list(CATALOG))
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_schedule(world: World, size: int, schedule: str) -> None:
     """The embedding of the GPT is tied; with two chunks a stage its blocks are cut, too."""
@@ -53,7 +53,7 @@ def test_every_schedule(world: World, size: int, schedule: str) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        *(f'pp(2, schedule="{schedule}")' for schedule in schedules()),
+        *(f'pp(2, schedule="{schedule}")' for schedule in CATALOG),
         *(f"{sync} + pp(2)" for sync in ("ddp", "zero(3)", 'ps(placement="rank0")')),
         'ps(placement="workers") + pp(2)',
     ],
@@ -109,7 +109,7 @@ def test_batchnorm_sees_the_global_batch_by_default(world: World, strategy: str)
     assert_equal(world, workers(strategy), strategy, normed, samples(48), 16)
 
 
-@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("schedule", list(CATALOG))
 def test_recomputing_changes_nothing(world: World, schedule: str) -> None:
     strategy = f'pp(2, schedule="{schedule}", recompute=True)'
     assert_equal(world, 2, strategy, gpt, texts(16), 8, optimizer=ADAMW, loss=next_token_loss)

@@ -14,15 +14,10 @@ dK and dV.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
-from shoal.errors import CheckFailed
 from shoal.schedules.collectives import Collective
-from shoal.schedules.collectives.cost import Link, traffic
-from shoal.schedules.collectives.proof import prove as prove_collective
 from shoal.schedules.collectives.ring import ring_all_gather, ring_reduce_scatter
 
 
@@ -82,40 +77,3 @@ class RingAttention:
             into = next(t for t in transfers if t.dst == rank)
             hops.append(Hop(out.chunk, out.dst, into.chunk, into.src))
         return hops
-
-    def work(self, rank: int) -> list[float]:
-        """Pairs of chunks that a rank computes in each round; the diagonal counts half."""
-        blocks = [(rank - k) % self.ranks for k in range(self.ranks)]
-        return [sum(0.5 if p.diagonal else 1.0 for p in self.pairs(rank, b)) for b in blocks]
-
-    def time_s(self, block_bytes: float, pair_s: float, link: Link) -> float:
-        """Forward: each round takes the longer of its transfer and its slowest rank's computing."""
-        busiest = [max(work) for work in zip(*map(self.work, range(self.ranks)), strict=True)]
-        rounds = max(1, self.ranks - 1)
-        hop_s = traffic(self.keys_and_values).time_s(block_bytes, link) / rounds
-        waits = [max(pair_s * work, hop_s) for work in busiest[:-1]]
-        return float(sum(waits) + pair_s * busiest[-1])
-
-
-def prove(schedule: RingAttention) -> None:
-    """Raise `CheckFailed` unless every query meets every key once, where that key is then."""
-    prove_collective(schedule.keys_and_values)
-    prove_collective(schedule.gradients)
-    met: Counter[tuple[int, int]] = Counter()
-    for rank in range(schedule.ranks):
-        held = [rank, *(hop.received for hop in schedule.hops(rank, schedule.keys_and_values))]
-        for round_, owner in enumerate(held):
-            if owner != (rank - round_) % schedule.ranks:
-                raise CheckFailed(f"rank {rank} has the block of rank {owner} in round {round_}")
-            met.update((pair.query, pair.key) for pair in schedule.pairs(rank, owner))
-        added = [hop.sent for hop in schedule.hops(rank, schedule.gradients)]
-        if added != held[1:]:
-            raise CheckFailed(f"rank {rank} sends gradients of {added} and computes {held[1:]}")
-    chunks = range(2 * schedule.ranks)
-    for query, key in product(chunks, chunks):
-        wanted = int(query >= key or not schedule.causal)
-        if met[query, key] != wanted:
-            raise CheckFailed(
-                f"queries of chunk {query} meet keys of chunk {key} {met[query, key]} times, "
-                f"not {wanted}"
-            )

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.schedules.pipelines.catalog import schedules
+from shoal.schedules.pipelines.catalog import CATALOG
 from tests.commands.terminal import Answer, shoal
 from tests.user_schedules import pipelines
 
@@ -39,7 +39,7 @@ def test_show_draws_a_gantt_chart() -> None:
     )
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", list(CATALOG))
 def test_every_schedule_can_be_shown_and_drawn(name: str, tmp_path: Path) -> None:
     for stages, microbatches in (("1", "1"), ("4", "8"), ("5", "3")):
         sizes = ("--stages", stages, "--microbatches", microbatches)
@@ -64,7 +64,7 @@ def test_the_list_has_every_schedule_with_its_costs() -> None:
         "bfs": ["2", "28.5", "15.79%", "15.79%", "8"],
     }
     document = json.loads(run("list", "--json", "--chunks", "4").stdout)
-    assert [one["schedule"] for one in document["schedules"]] == schedules()
+    assert [one["schedule"] for one in document["schedules"]] == list(CATALOG)
     assert [one["chunks"] for one in document["schedules"]] == [1, 1, 1, 4, 1, 1, 4]
 
 

@@ -24,6 +24,7 @@ from shoal.plan.workloads.transformer_block import Transformer
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.ring_attention import RingAttention
 from shoal.strategy.strategy import parse
+from tests import ring_schedule
 
 STAGES = [f"zero({stage})" for stage in (1, 2, 3)]
 LARGE = [  # 128 workers of 8 in a node
@@ -173,7 +174,7 @@ def test_attention_under_cp_takes_what_the_schedule_of_the_ring_takes(
     block_bytes = 2 * 2 * 32768 / ranks * 2 * 128  # K and V in fp16, 2 heads of 128
     pair_s = computing_s / (2 * ranks)
     link = Link(1e-6, 1 / bytes_per_s)
-    expected = RingAttention(ranks).time_s(block_bytes, pair_s, link)
+    expected = ring_schedule.time_s(RingAttention(ranks), block_bytes, pair_s, link)
     assert computing_s + sent_s == pytest.approx(expected, rel=1e-3)
 
 

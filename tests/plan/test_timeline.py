@@ -24,7 +24,7 @@ from shoal.plan.step.step_price import (
 )
 from shoal.plan.timeline import Times, draw, gantt, gantt_svg, simulate
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
-from shoal.schedules.pipelines.catalog import build, schedules
+from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import Deadlock, prove
 from tests.products import few_or_all
 
@@ -107,7 +107,7 @@ times = st.floats(0.01, 10)
 
 @settings(deadline=None, max_examples=100)
 @given(
-    st.sampled_from(schedules()),
+    st.sampled_from(list(CATALOG)),
     st.integers(1, 6),
     st.integers(1, 10),
     st.tuples(times, times, times, st.floats(0, 3)),
@@ -256,7 +256,7 @@ def boxes(text: str) -> list[ElementTree.Element]:
     return ElementTree.fromstring(text).findall(f".//{SVG}rect[@class='box']")
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", list(CATALOG))
 def test_every_action_has_a_box_that_says_what_it_is(name: str) -> None:
     text = picture(name, 4, 8)
     pipeline = build(name, 4, 8)

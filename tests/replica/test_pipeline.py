@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.replica.pipeline.split_backward import SplitBackward
 from shoal.runtime.trace import Recorder
-from shoal.schedules.pipelines.catalog import build, schedules
+from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import prove
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -67,7 +67,7 @@ def peaks(world: World, strategy: str, layers: int) -> list[int]:
     return on_workers(world, strategy, make, body)
 
 
-@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("schedule", list(CATALOG))
 def test_as_many_activations_live_as_the_proof_says(world: World, schedule: str) -> None:
     pipeline = build(schedule, 3, 8)
     strategy = f'pp(3, schedule="{schedule}", microbatches=8)'

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import BadInput, CheckFailed
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
-from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
+from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import (
     Deadlock,
     ScheduleWrong,
@@ -24,7 +24,7 @@ from shoal.schedules.pipelines.proof import (
 )
 from shoal.strategy.split_terms import Pp
 
-LOOPED = [name for name in schedules() if CATALOG[name].looped]
+LOOPED = [name for name in CATALOG if CATALOG[name].looped]
 _KINDS = {kind.value: kind for kind in ActionKind}
 
 
@@ -37,7 +37,7 @@ def written(*stages: str, microbatches: int, chunks: int = 1) -> Pipeline:
     return Pipeline("mine", microbatches, chunks, actions)
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", list(CATALOG))
 def test_every_small_schedule_is_proven(name: str) -> None:
     """Without chunks, room for one message is enough; where all forwards come first, none."""
     for stages, microbatches in product(range(1, 7), range(1, 10)):
@@ -64,7 +64,7 @@ def test_1f1b_hangs_where_a_send_waits_for_its_receiver() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(schedules()), st.integers(1, 8), st.integers(1, 12), st.integers(1, 3))
+@given(st.sampled_from(list(CATALOG)), st.integers(1, 8), st.integers(1, 12), st.integers(1, 3))
 def test_less_room_than_is_needed_hangs_in_a_circle(name: str, p: int, m: int, v: int) -> None:
     pipeline = build(name, p, m, v if name in LOOPED else 1)
     capacity = capacity_needed(pipeline)
@@ -158,7 +158,7 @@ def mutants(pipeline: Pipeline, dice: random.Random) -> Iterator[tuple[str, Pipe
 def test_mutants_are_refused_exactly_where_they_are_wrong() -> None:
     dice = random.Random(5)
     wrong = Counter[str]()
-    for name, stages, microbatches in product(schedules(), (1, 2, 4), (2, 3, 6)):
+    for name, stages, microbatches in product(CATALOG, (1, 2, 4), (2, 3, 6)):
         pipeline = build(name, stages, microbatches)
         assert is_right(pipeline)
         for change, mutant in (one for _ in range(6) for one in mutants(pipeline, dice)):
@@ -174,7 +174,7 @@ def words(name: str, stages: int, microbatches: int, chunks: int | None = None) 
 
 
 def test_the_catalog_has_the_names_of_the_strategy_notation() -> None:
-    assert [Pp(2, schedule=name).schedule for name in schedules()] == schedules()
+    assert [Pp(2, schedule=name).schedule for name in CATALOG] == list(CATALOG)
 
 
 def test_two_stages_and_three_microbatches_are_this() -> None:

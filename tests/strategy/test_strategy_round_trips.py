@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.schedules.pipelines.catalog import schedules
+from shoal.schedules.pipelines.catalog import CATALOG
 from shoal.strategy.base import Term
 from shoal.strategy.options import GRAPHS
 from shoal.strategy.strategy import Strategy, as_strategy, parse
@@ -77,7 +77,7 @@ tps = st.builds(
 pps = st.builds(
     pp,
     WHOLE,
-    schedule=st.sampled_from(schedules()),
+    schedule=st.sampled_from(list(CATALOG)),
     microbatches=maybe(WHOLE),
     chunks=maybe(WHOLE),
     recompute=FLAG,

@@ -51,11 +51,6 @@ CATALOG: dict[str, PipelineSchedule] = {
 }
 
 
-def schedules() -> list[str]:
-    """The names of the schedules that Shoal has."""
-    return list(CATALOG)
-
-
 def schedule(name: str) -> PipelineSchedule:
     """The schedule of this name; FILE.py:FUNCTION loads the user's own."""
     if is_user_function(name):
