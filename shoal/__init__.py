@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Batch": "data.batch",
+    "Batch": "data",
     "Embedding": "embedding.module",
     "BadInput": "errors",
     "ShoalError": "errors",
@@ -81,7 +81,7 @@ def _register_where_torch_is() -> None:
 
 def _seed_where_launched() -> None:
     """In a worker of `shoal run`: before the script draws anything."""
-    from shoal.runtime.seeding import seed_launched_worker
+    from shoal.runtime.launched_worker import seed_launched_worker
 
     seed_launched_worker()
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import shoal
 from tests.sources import SHOAL, answers, question
 
 
@@ -37,3 +38,7 @@ def test_files_that_the_map_of_the_code_names_are_there() -> None:
 
 def _in_package(name: str) -> bool:
     return (SHOAL / name).exists() or any(SHOAL.rglob(name.strip("/")))
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    assert [name for name in dir(shoal) if getattr(shoal, name, None) is None] == []

@@ -72,14 +72,12 @@ class Group:
     # ------------------------------------------------------------------ collectives
 
     def broadcast(self, data: Tensor, root: int = 0) -> Work:
-        if not 0 <= root < self.size:
-            raise self._no_such_root(root)
+        self._check_root(root)
         return self._submit(Call("broadcast", data, data, _SUM, root))
 
     def reduce(self, data: Tensor, root: int = 0, op: Op = _SUM) -> Work:
         """The result at the root; what the other ranks hold afterwards is not defined."""
-        if not 0 <= root < self.size:
-            raise self._no_such_root(root)
+        self._check_root(root)
         check_reducible(data.dtype, op)
         return self._submit(Call("reduce", data, data, op, root))
 
@@ -90,8 +88,7 @@ class Group:
 
     def gather(self, out: Operand | None, data: Tensor, root: int = 0) -> Work:
         """`out` is needed at the root only."""
-        if not 0 <= root < self.size:
-            raise self._no_such_root(root)
+        self._check_root(root)
         if self.rank != root:
             return self._submit(Call("gather", data, root=root))
         self._check_pieces("gather", "out", out, data.numel(), data.dtype)
@@ -99,8 +96,7 @@ class Group:
 
     def scatter(self, out: Tensor, data: Operand | None, root: int = 0) -> Work:
         """`data` is needed at the root only."""
-        if not 0 <= root < self.size:
-            raise self._no_such_root(root)
+        self._check_root(root)
         if self.rank != root:
             return self._submit(Call("scatter", None, out, root=root))
         self._check_pieces("scatter", "data", data, out.numel(), out.dtype)
@@ -198,8 +194,9 @@ class Group:
             self._sent.total += sent
         return self.executor.submit(call._replace(timeout_s=self._timeout_s))
 
-    def _no_such_root(self, root: int) -> BadInput:
-        return BadInput(f"the root must be one of the ranks 0 to {self.size - 1}, not {root}")
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise BadInput(f"the root must be one of the ranks 0 to {self.size - 1}, not {root}")
 
     def _check_peer(self, verb: str, peer: int) -> None:
         if self.size == 1:

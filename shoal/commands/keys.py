@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ssl
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from shoal.errors import BadInput, CheckFailed
 from shoal.launch.hosts.certificates import HostNames, make_certificates
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.secret import fingerprint, make_key_file, mode_warning
+from shoal.transport.tcp.tls import own_certificate
 
 app = typer.Typer(help="Keys for runs on several hosts.", no_args_is_help=True)
 
@@ -97,9 +97,7 @@ def _certificate(config: RunConfig, warnings: list[str | None]) -> dict[str, Any
     if tls.key:
         warnings.append(mode_warning(Path(tls.key)))
     try:
-        text = Path(tls.certificate).read_text(encoding="ascii", errors="replace")
-        end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
-        der = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
+        der = own_certificate(tls)
     except (OSError, ValueError) as error:
         raise BadInput(f"SHOAL_TLS_CERT {tls.certificate} holds no certificate: {error}") from error
     return {"from": tls.certificate, "sha256": hashlib.sha256(der).hexdigest()}

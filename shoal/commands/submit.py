@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from shoal.launch.managers.submit_spec import MARK, SubmitSpec, name_of, read_va
 from shoal.runtime.config import CheckpointConfig, RunConfig, TlsConfig, variable_name
 from shoal.runtime.files import write_atomically
 from shoal.runtime.secret import read_secret_file
+from shoal.runtime.wording import say
 
 TRUSTED = variable_name("trusted_network", TlsConfig)
 CHECKPOINT = variable_name("folder", CheckpointConfig)
@@ -220,7 +220,7 @@ def submit(request: SubmitRequest) -> None:
     """Write a script's job for Slurm or Kubernetes, and submit it."""
     job = request.job()
     for warning in filter(None, job.warnings):
-        print(f"shoal: {warning}", file=sys.stderr)
+        say(warning)
     if request.dry_run:
         print(json.dumps({"text": job.text}) if request.as_json else job.text.rstrip("\n"))
         return

@@ -16,7 +16,6 @@ import fcntl
 import os
 import secrets
 import struct
-import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +28,7 @@ from shoal.coordinator.store import Record, Store, StoreImage
 from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.files import read_bounded
+from shoal.runtime.wording import say
 
 GROWTH_BYTES = 1 << 20  # after so much more, an image replaces the log
 _MAX_RECORD_BYTES = 64 << 20
@@ -98,11 +98,8 @@ class StoreLog:
             self._replace(image())
         except OSError as error:
             self._compact_at = self._end + self._growth_bytes
-            print(
-                f"shoal: the coordinator's log {self._path} cannot be compacted: "
-                f"{error.strerror}; it grows",
-                file=sys.stderr,
-            )
+            why = f"cannot be compacted: {error.strerror}; it grows"
+            say(f"the coordinator's log {self._path} {why}")
 
     # ------------------------------------------------------------------ one record
 

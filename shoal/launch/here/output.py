@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.errors import BadInput
+from shoal.runtime.wording import say
 
 Log = Callable[[bytes], None]  # complete lines
 
@@ -66,9 +67,7 @@ class LogFiles(ExitStack):
             file.write(lines)
         except OSError as error:
             file.close()
-            print(
-                f"shoal: {name}.log ends here: {error.strerror}; the run goes on", file=sys.stderr
-            )
+            say(f"{name}.log ends here: {error.strerror}; the run goes on")
 
 
 Write = Callable[[str, bool], None]  # complete lines, each with its newline; is it stderr?

@@ -38,9 +38,8 @@ from typing import Any, NoReturn
 
 from shoal.runtime.config import replace_environment
 from shoal.runtime.decoders import parse_module
+from shoal.runtime.launched_worker import refuse_plain_training, seed_launched_worker
 from shoal.runtime.parent_death import in_child
-from shoal.runtime.plain_training import refuse_plain_training
-from shoal.runtime.seeding import seed_launched_worker
 
 _TORCH = ("torch", "torch._dynamo", "torch.distributed", "safetensors.torch")
 _NOT_LOADED = ("shoal", "triton")  # they seed, or start processes

@@ -29,7 +29,7 @@ from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import SILENT_HOST_S
 from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.launch.here.local import LaunchSpec, enter
-from shoal.launch.here.output import LogFiles, OnProgress, OutputSink, Streams, Write, print_lines
+from shoal.launch.here.output import LogFiles, OnProgress, OutputSink, Streams, Write
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.running import join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents
@@ -302,10 +302,7 @@ class RemoteWorkers(RemoteProcesses):
 
 
 def run_remote(
-    machines: Machines,
-    spec: LaunchSpec,
-    write: Write = print_lines,
-    on_progress: OnProgress | None = None,
+    machines: Machines, spec: LaunchSpec, write: Write, on_progress: OnProgress | None = None
 ) -> RunResult:
     """As `launch`, on other hosts. A tolerance is that of an elastic strategy."""
     spec.check()
@@ -365,10 +362,7 @@ def _serving_board(run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy) -
 
 
 def run_attempts(
-    machines: Machines,
-    spec: LaunchSpec,
-    write: Write = print_lines,
-    on_progress: OnProgress | None = None,
+    machines: Machines, spec: LaunchSpec, write: Write, on_progress: OnProgress | None = None
 ) -> RunResult:
     """As `run_remote`. An error of the script is no loss, and would come again."""
     if spec.tolerance is not None:  # only lost workers are started again

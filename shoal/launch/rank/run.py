@@ -25,7 +25,7 @@ from shoal.launch.losses.failures import end_with_sentence, report_failure
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.worker import Train, Worker
 from shoal.runtime.config import RunConfig
-from shoal.runtime.plain_training import allow_training
+from shoal.runtime.launched_worker import allow_training
 from shoal.runtime.wording import say
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy

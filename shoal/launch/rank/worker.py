@@ -32,9 +32,9 @@ from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
+from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
-from shoal.runtime.seeding import seed_python
 from shoal.runtime.trace import OFF, Recorder, Tracer
 from shoal.runtime.waits import Watcher
 from shoal.runtime.wording import say

@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import struct
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from shoal.runtime.checkpoint_folders import (
 )
 from shoal.runtime.decoders import decode_msgpack
 from shoal.runtime.files import open_file
+from shoal.runtime.wording import say
 from shoal.server.messages import ModelSpec
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.served_model import ServedModel
@@ -171,11 +171,9 @@ class BackgroundWriter:
                 self._has_told = True
                 complete = complete_versions(self._folder)
                 step = f"the checkpoint of step {complete[0].number} stays" if complete else ""
-                print(
-                    f"shoal: {self._what} cannot write its checkpoint to {self._folder}: "
-                    f"{in_words(error)}; training goes on, and {step or 'there is none before it'}",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"{self._what} cannot write its checkpoint to {self._folder}: "
+                    f"{in_words(error)}; training goes on, and {step or 'there is none before it'}"
                 )
 
 
