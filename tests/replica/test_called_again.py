@@ -1,4 +1,4 @@
-"""Modules that a forward calls again behind a later stage: each stage that calls one holds it."""
+"""Modules that a forward calls again, or uses tensors of, behind a later stage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,44 @@ def Rescaled(self: Any, x: Tensor) -> Tensor:
     return self.head(x)
 
 
-@pytest.mark.parametrize("kind", [Siamese, Apart, Looped, Conditioned, Rescaled])
+@model(first=(6, 6), act=lambda: nn.ReLU(inplace=True), blocks=linears(3), head=(6, 3))
+def InPlace(self: Any, x: Tensor) -> Tensor:
+    """What a stage has received is changed first."""
+    x = self.act(self.first(opaque(x)))
+    for block in self.blocks:
+        x = nn.functional.relu(block(x), inplace=True)
+    return self.head(x)
+
+
+@model(head=(6, 3), blocks=linears(4))
+def AskedFor(self: Any, x: Tensor) -> Tensor:
+    """The head is named first and called last."""
+    is_whole = self.head is not None
+    x = opaque(x)
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+    return self.head(x) if is_whole else x
+
+
+class Shifted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("shift", torch.linspace(0, 1, 6), persistent=False)
+
+
+@model(first=Shifted, blocks=linears(3), head=(6, 3))
+def Reading(self: Any, x: Tensor) -> Tensor:
+    """A buffer of the first module, behind those of the last stage."""
+    x = self.first(opaque(x))
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+    return self.head(x + self.first.shift)
+
+
+KINDS = [Siamese, Apart, Looped, Conditioned, Rescaled, InPlace, AskedFor, Reading]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["pp(2)", 'pp(2, schedule="interleaved")'])
 def test_stages_call_a_module_again(world: World, kind: Any, strategy: str) -> None:
     assert_equal(world, 2, strategy, kind, samples(16))

@@ -319,7 +319,8 @@ class Returning(Net):
         (partial(Net, choosy), "decides by the values that first returned, before it calls layers"),
         (
             partial(Net, in_order(5, 1, 2, 3, 4, 0)),
-            "Net .* split at layers.3, since it calls layers.1 behind modules of a later",
+            "Net .* split at layers.3, since it calls layers.1 behind modules of a later stage "
+            r"\(its calls so far fit a cut at layers.0, layers.1, norm, head",
         ),
         (partial(Net, opening), "computes with head.weight outside of the forward of its module"),
         (Returning, "layers.0 returns a object, which cannot be sent to the stages behind it"),

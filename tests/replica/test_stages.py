@@ -49,18 +49,18 @@ def gpt(layers: int = 4) -> GPT:
 def test_no_cut_has_a_cheaper_dearest_part(case: tuple[list[int], list[int], int]) -> None:
     costs, places, parts = case
     places = [p for p in places if p < len(costs)]
+    if len(places) < parts - 1:
+        with pytest.raises(BadInput, match="something to train"):
+            balanced_split(costs, places, [1.0] * len(places), parts)
+        return
     found = balanced_split(costs, places, [1.0] * len(places), parts, slack=0.0)
 
     def dearest(cuts: tuple[int, ...]) -> int:
         edges = [0, *cuts, len(costs)]
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
 
-    every = list(itertools.combinations(places, parts - 1))
-    if not every:
-        assert found is None
-    else:
-        assert found is not None
-        assert dearest(tuple(found)) == min(map(dearest, every))
+    every = itertools.combinations(places, parts - 1)
+    assert dearest(tuple(found)) == min(map(dearest, every))
 
 
 def test_among_equals_the_cheapest_cut_is_taken() -> None:
@@ -178,8 +178,8 @@ def test_a_cut_may_open_a_block() -> None:
     [
         (["blocks.9"], "the model has no such module; it has positions, blocks.0, blocks.1"),
         ([""], "no such module"),
-        (["blocks.1", "blocks.2", "blocks.3"], "3 stages need 2 cuts, got 3"),
-        (["blocks.2", "blocks.1"], "not in the order"),
+        (["blocks.1", "blocks.2", "blocks.3"], "3 stages need 2 modules"),
+        (["blocks.2", "blocks.1"], "in the order in which"),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(cuts: list[str], said: str) -> None:

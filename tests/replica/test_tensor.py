@@ -191,6 +191,13 @@ def test_what_is_found_by_itself() -> None:
     assert roles(nn.Sequential(layer), Tp(8)) == {"0.linear1": "column", "0.linear2": "row"}
 
 
+def test_layers_around_blocks_stay_whole() -> None:
+    around = nn.Module()
+    around.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 1)
+    around.project_in, around.project_out = nn.Linear(4, 8), nn.Linear(8, 4)
+    assert {name.split(".")[0] for name in roles(around, Tp(2))} == {"body"}
+
+
 def test_weights_that_are_shared_or_computed_stay_whole() -> None:
     def chain() -> nn.Sequential:
         return nn.Sequential(

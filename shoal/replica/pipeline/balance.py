@@ -61,8 +61,8 @@ def balanced_split(
     prices: Sequence[float],
     stages: int,
     slack: float = _SLACK,
-) -> list[int] | None:
-    """`stages - 1` of the `candidates` (ascending) to split `costs` at; None if there are too few.
+) -> list[int]:
+    """`stages - 1` of the `candidates` (ascending) to split `costs` at.
 
     The largest sum of a stage is as small as possible, or larger by at most `slack` of it. Among
     such splits the sum of their `prices` is the smallest.
@@ -73,7 +73,10 @@ def balanced_split(
         sums.append(sums[-1] + cost + slight)
     ends = [*candidates, len(costs)]
     if len(candidates) < stages - 1:
-        return None
+        raise BadInput(
+            f"the model cannot be split into {stages} stages: it has {len(candidates) + 1} modules "
+            "with something to train"
+        )
 
     @cache
     def least_maximum(index: int, count: int) -> float:

@@ -256,15 +256,14 @@ class GraphSplit:
                     f"cuts={list(cuts)} names {name!r}, and the model has no such module; "
                     f"it has {', '.join(self._candidates())}"
                 )
-        if len(cuts) != self.virtual_stages - 1:
-            raise BadInput(
-                f"{self.virtual_stages} stages need {self.virtual_stages - 1} cuts, got "
-                f"{len(cuts)}: each names the module that begins a stage"
-            )
         traced = self._trace(self._required)
         points = [traced.first_call(name) for name in cuts]
-        if points != sorted(set(points)) or 0 in points:
-            raise BadInput(f"cuts={list(cuts)} are not in the order in which forward calls them")
+        needed = self.virtual_stages - 1
+        if len(cuts) != needed or points != sorted(set(points)) or 0 in points:
+            raise BadInput(
+                f"cuts={list(cuts)}: {self.virtual_stages} stages need {needed} modules, each the "
+                "first of a stage, in the order in which forward calls them"
+            )
         return tuple(cuts)
 
     # ------------------------------------------------------------------ chosen cuts
@@ -293,11 +292,6 @@ class GraphSplit:
         costs = [float(traced.cost(node, self._seconds)) for node in traced.nodes]
         prices = [float(len(traced.live_values(index))) for index in names]
         points = balanced_split(costs, list(names), prices, self.virtual_stages)
-        if points is None:
-            raise BadInput(
-                f"{type(self.model).__name__} cannot be split into {self.virtual_stages} stages: "
-                f"its forward calls {len(names) + 1} modules with something to train"
-            )
         return Choice(largest_cost(costs, points), points, (self._opened, names))
 
 

@@ -118,7 +118,7 @@ class _Methods(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READING_METHODS:
             self._lineage.on_use(self._lineage.marks_of(args))
-        elif _writes(func) and args:
+        elif (_writes(func) or kwargs.get("inplace")) and args:  # as of F.relu
             for tensor in (args[0], kwargs.get("out")):
                 if isinstance(tensor, Tensor):
                     self._lineage.on_write(tensor)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
+from shoal.replica.deferred_init import tensor_slots
 from shoal.replica.microbatch_context import get_generators, set_generators
 from shoal.replica.pipeline.replay_lineage import (
     CallRecord,
@@ -124,7 +125,8 @@ class Replay:
             if max(stages) > self._virtual:
                 self._used_later |= marks
                 raise LeftForward
-            raise self._plan.refused(f"calls {self._name(module)} behind modules of a later stage")
+            self._begin(module)
+            raise self._plan.out_of_order([number for number, _ in self._calls])
 
         return call
 
@@ -240,11 +242,9 @@ class Replay:
 
     def _compute_elsewhere(self, tensor: Tensor) -> None:
         """A tensor that is on another stage is about to be used."""
-        names = [name for name, p in self._plan.model.named_parameters() if p is tensor]
-        raise self._plan.refused(
-            f"computes with {names[0] if names else 'a tensor on the meta device'} outside of the "
-            "forward of its module"
-        )
+        slots = tensor_slots(self._plan.model)
+        name = next((s.name for s in slots if s.tensor is tensor), "a tensor on the meta device")
+        raise self._plan.refused(f"computes with {name} outside of the forward of its module")
 
     def _modify(self, tensor: Tensor) -> None:
         """A tensor is about to be written to."""

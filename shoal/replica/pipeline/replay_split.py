@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
@@ -45,14 +46,15 @@ class _Reader(ast.NodeVisitor):
 
     `calls` are the attributes of self that are called, or whose modules are in a loop over them,
     once for every place, and twice in a loop around it. Of two branches only one counts, and none
-    that leaves the forward. `paths` are calls of what is inside of a child, as of blocks[0].norm.
+    that leaves the forward. `paths` are calls of what is inside of a child, as of blocks[0].norm;
+    `reads` the other attributes of children, as head.weight.
     """
 
     def __init__(self, kind: type):
         self.names: list[str] = []
         self.calls: list[str] = []
         self.paths: set[str] = set()
-        self.weights: set[str] = set()
+        self.reads: set[str] = set()
         self._kind = kind
         self._inside: list[Any] = []  # functions
         self._self = "self"  # what the present one calls its object
@@ -82,25 +84,32 @@ class _Reader(ast.NodeVisitor):
         """What is called is called behind its arguments."""
         for argument in [*node.args, *node.keywords]:
             self.visit(argument)
-        if isinstance(node.func, ast.Attribute) and _is_super(node.func.value):
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func)[:6] == "super(":
             self.method(node.func.attr, behind=self._inside[-1][0])
         else:
             if self._is_mine(node.func):
                 assert isinstance(node.func, ast.Attribute)
-                self.calls.append(node.func.attr)
+                self._call(node.func.attr)
             elif path := self._path(node.func):
                 self.paths.add(path)
             self.visit(node.func)
 
     def visit_For(self, node: ast.For) -> None:
         """Over modules, as in `for block in self.blocks`; or around calls, which come again."""
-        self.visit(node.iter)
         is_count = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range"
-        inside = [n for n in ast.walk(node.iter) if isinstance(n, ast.Attribute)]
-        self.calls += [n.attr for n in inside if self._is_mine(n) and not is_count]
+        for inside in ast.walk(node.iter) if not is_count else ():
+            if isinstance(inside, ast.Attribute) and self._is_mine(inside):
+                self._call(inside.attr)
+        self.visit(node.iter)
         for _ in range(2 if is_count else 1):
             for statement in [*node.body, *node.orelse]:
                 self.visit(statement)
+
+    def _call(self, name: str) -> None:
+        """Its place is that of its first call, not where it is asked for (`if self.norm`)."""
+        if name not in self.calls:
+            self.names = [other for other in self.names if other != name]
+        self.calls.append(name)
 
     def _path(self, node: ast.expr) -> str:
         """The name of self.CHILDREN[0].CHILD; empty where it is not one."""
@@ -141,26 +150,14 @@ class _Reader(ast.NodeVisitor):
             self.names.append(node.attr)
             if inspect.isfunction(method) and inspect.unwrap(method).__module__ == here.__module__:
                 self.method(node.attr)
-        elif not (node.attr in _METADATA and self._is_weight(inner)):
-            if self._is_weight(node) and isinstance(node.ctx, ast.Load):
-                assert isinstance(inner, ast.Attribute)
-                self.weights.add(inner.attr)
+        elif not (node.attr in _METADATA and self._path(inner)):
+            self.reads.add(self._path(node))
             self.visit(inner)
 
     def _is_mine(self, node: ast.expr) -> bool:
         """self.CHILD"""
         is_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         return is_name and node.value.id == self._self  # type: ignore[attr-defined]
-
-    def _is_weight(self, node: ast.expr) -> bool:
-        """self.CHILD.weight"""
-        is_named = isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")
-        return is_named and self._is_mine(node.value)  # type: ignore[attr-defined]
-
-
-def _is_super(node: ast.expr) -> bool:
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return is_call and node.func.id == "super"  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +198,7 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
         has_units = any(True for inner in child.children() for _ in inner.parameters())
         if child_name in opened and has_units:
             units += _units_in(child, child_name, opened)
-        elif next(child.parameters(), None) is not None and key not in read.weights:
+        elif next(child.parameters(), None) is not None:
             units.append(SplitUnit(child_name, child))
         inside[key] = [unit for unit in units[start:] if not unit.is_repeated]
     if "get_input_embeddings" in read.names:  # of Hugging Face, wherever that module is
@@ -230,11 +227,19 @@ def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _reached(module: nn.Module) -> Iterator[Iterable[nn.Module]]:
-    """The modules that a forward calls inside of others."""
-    for path in _read(cast(Any, type(module))).paths:
+    """The modules that a forward calls inside of others, and those whose tensors it uses."""
+    read = _read(cast(Any, type(module)))
+    for path in read.paths:
         with suppress(AttributeError):
-            found = module.get_submodule(path)
-            yield found.modules()
+            yield module.get_submodule(path).modules()
+    for path in read.reads:
+        owner, _, key = path.rpartition(".")
+        with suppress(AttributeError):
+            found = module.get_submodule(owner)
+            if key in found._parameters or key in found._buffers:
+                yield [found]
+            elif is_parametrized(found, key):
+                yield found.modules()
 
 
 class ModuleSplit:
@@ -250,10 +255,8 @@ class ModuleSplit:
         self.model = model
         self.virtual_stages = virtual_stages
         self._signature = inspect.signature(model.forward)
-        configs = {
-            id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
-        }
-        self._configs = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+        found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        self._configs = {id(c): c for c in found if getattr(c, "use_cache", None) is True}
         # by arguments that are given, training, and virtual stage; of `Learned`, used here so far
         self._usage: dict[tuple[tuple[str, ...], bool, int], Learned] = {}
         self._learned: dict[tuple[tuple[str, ...], bool, int], Learned] = {}
@@ -266,7 +269,7 @@ class ModuleSplit:
                 self.stages_of.setdefault(unit.module, set()).add(virtual)
         inside = {module for unit in self.units for module in unit.module.modules()}
         self.around = [module for module in model.modules() if module not in inside]
-        # what a forward calls inside of a unit: every stage may
+        # what a forward calls or uses inside of a unit: every stage may
         self._shared = {m for outer in self.around for inner in _reached(outer) for m in inner}
         self.cost = largest_cost([u.cost(seconds) for u in self.units], points)
 
@@ -280,11 +283,6 @@ class ModuleSplit:
             candidates = trained[1:]
             prices = [1.0 if units[i].name[-1].isdigit() else 2.0 for i in candidates]
             points = balanced_split(costs, candidates, prices, self.virtual_stages)
-            if points is None:
-                raise BadInput(
-                    f"{type(self.model).__name__} cannot be split into {self.virtual_stages} "
-                    f"stages: it has {len(units)} modules with something to train"
-                )
             everywhere = 0.0  # the cost of weights that belong to no unit: every stage holds them
             if seconds is None:
                 modules = {unit.module: unit for unit in units if not unit.is_repeated}
@@ -342,7 +340,7 @@ class ModuleSplit:
         call = inspect.BoundArguments(self._signature, OrderedDict(zip(given, inputs, strict=True)))
         devices = [t.device for t in tensors_of(inputs)] or [torch.device("cpu")]
         with ExitStack() as stack:
-            for config in self._configs:  # keys and values for generating text are not kept
+            for config in self._configs.values():  # keys and values for text are not kept
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
             outputs = replay.run(lambda: self.model(*call.args, **call.kwargs), devices[0])
@@ -370,6 +368,16 @@ class ModuleSplit:
                 learned = self._learned.setdefault(key, Learned(set(), set()))
                 learned.used.update(tuple(mark) for mark in used if later > virtual)
                 learned.modified.update(tuple(call) for call in modified)
+
+    def out_of_order(self, calls: Sequence[int]) -> BadInput:
+        """The last of these units belongs to a stage before this one."""
+        pairs = [*pairwise(calls)]
+        fits = [i for i in range(1, len(self.units)) if not any(b < i <= a for a, b in pairs)]
+        names = [self.units[i].name for i in fits]
+        return self.refused(
+            f"calls {self.units[calls[-1]].name} behind modules of a later stage (its calls so far "
+            f"fit a cut at {', '.join(names) or 'none'})"
+        )
 
     def refused(self, what: str) -> BadInput:
         return BadInput(

@@ -95,10 +95,7 @@ class Stages:
 
     def _sharded(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of the model with this worker's positions of sequences."""
-        if self.context is None:
-            return arguments
-        sharded: tuple[Any, ...] = shard_inputs(arguments, self.context)
-        return sharded
+        return arguments if self.context is None else tuple(shard_inputs(arguments, self.context))
 
     def bind_inputs(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""
@@ -140,9 +137,7 @@ class Stages:
                 f"{list(self.cuts)}, or fewer stages"
             )
         kept = {name for name, holders in self.holders.items() if stage in holders}
-        if filled is None:
-            filled = [[slot] for slot in tensor_slots(self.model)]
-        for slots in filled:
+        for slots in [[*tensor_slots(self.model)]] if filled is None else filled:
             for slot in slots:
                 if self.aliases[slot.name] not in kept:
                     replace_by_shape(slot.module, slot.key)

@@ -173,7 +173,7 @@ def _mlp_in(layers: Layers, name: str) -> SplitBlock | None:
     is_other = "attention" in type(module).__name__.lower() or any(_projections(children))
     if is_other or isinstance(module, (*_CONTAINERS, nn.MultiheadAttention)):
         return None
-    if any(isinstance(child, nn.ModuleList) for child in module.children()):
+    if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
         return None  # blocks stand between its layers, as between project_in and project_out of OPT
     for down, narrow in children.items():
         ups = [
