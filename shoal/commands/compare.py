@@ -1,7 +1,7 @@
 """`shoal compare`: one script under many strategies, side by side.
 
 The workers are started once and run the script's training function under one strategy after the
-other (`compare_worker`). Strategies with servers get processes of their own, since servers belong
+other (`script_worker`). Strategies with servers get processes of their own, since servers belong
 to one run.
 
     one step of single                    does the script work at all?
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
-from shoal.commands.launching import command_for, config_for, strategy_for
+from shoal.commands.launching import WORKER_COMMAND, command_for, config_for, strategy_for
 from shoal.commands.output import Part, plain_table, show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
@@ -43,7 +42,6 @@ from shoal.strategy.terms import TERMS
 EXAMPLE_STEPS = 120
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
-WORKER = "shoal.commands.compare_worker"
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
@@ -80,8 +78,8 @@ def compare(
     The table has the result, the speed, the bytes that a worker sends, and the difference to a
     run on one worker.
     """
-    _, *words = command_for(script, args)
-    target = words[1:] if words[0] == "-m" else words
+    command = command_for(script, args)
+    target = command[2:] if command[1] == "-m" else command[1:]
     names = _strategies(strategy, workers)
     if steps is None and target[0].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
@@ -233,7 +231,7 @@ class Comparison:
         }
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps(document), encoding="utf-8")
-        command = [sys.executable, "-m", WORKER, str(plan), *self.target]
+        command = [*WORKER_COMMAND, "compare", str(plan), *self.target]
         workers = max(entry.workers for entry in group)
         servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
         config = replace(self.config, strategy=group[-1].strategy)

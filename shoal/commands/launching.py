@@ -61,6 +61,7 @@ def open_engine(text: str, config: RunConfig) -> Machines:
 
 
 EXAMPLES = ("digits", "gpt", "clicks")
+WORKER_COMMAND = (sys.executable, "-m", "shoal.commands.script_worker")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from shoal.cluster.presets import load_cluster
 from shoal.commands import options
 from shoal.commands.launching import (
     EXAMPLES,
+    WORKER_COMMAND,
     WorkersOptions,
     check_engine,
     command_for,
@@ -148,11 +149,10 @@ def _evaluate_script(
 ) -> None:
     """On workers that call its test function; what they print is shown, unless JSON is."""
     start_s = time.monotonic()
-    python, *target = command
-    target = target[1:] if target[0] == "-m" else target
+    target = command[2:] if command[1] == "-m" else command[1:]
     with scratch_folder("eval") as folder:
         result = folder / "result.json"
-        words = [python, "-m", "shoal.commands.eval_worker", str(checkpoint), str(result), *target]
+        words = [*WORKER_COMMAND, "eval", str(checkpoint), str(result), *target]
         launch_workers = run_quietly if as_json else run_shown
         launch_workers(words, asked.workers or 1, asked.to_config())
         metrics = json.loads(result.read_text("utf-8")) if result.is_file() else {}

@@ -1,15 +1,18 @@
-"""A worker of `shoal compare`: one process that runs the script's training function many times.
+"""A worker of `shoal compare` and `shoal eval`: a script whose training function they call.
 
-    python -m shoal.commands.compare_worker PLAN SCRIPT [ARGS]
+    python -m shoal.commands.script_worker compare PLAN SCRIPT [ARGS]
+    python -m shoal.commands.script_worker eval CHECKPOINT RESULT SCRIPT [ARGS]
 
-Starting Python and torch takes longer than a short run, so the processes are started once. The
-script runs up to its call of `shoal.run`, and there its training function is run under one
-strategy after the other. A run that the strategy or the script refuses is noted, and the next
-one follows; any other error ends the process, and `shoal compare` continues without that run.
+The script runs up to its call of `shoal.run`. For `eval` its test function is called there. For
+`compare` its training function is run under one strategy after the other: starting Python and torch
+takes longer than a short run, so the processes are started once. A run that the strategy or the
+script refuses is noted, and the next one follows; any other error ends the process, and `shoal
+compare` continues without that run.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import runpy
 import sys
@@ -34,6 +37,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Tracer
 from shoal.runtime.waits import Backoff
 from shoal.strategy.strategy import as_strategy
+from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
 from shoal.train.progress import open_progress
 from shoal.train.step.step import Step
@@ -144,28 +148,64 @@ def wait_for(file: Path) -> None:
         look()
 
 
-def main(argv: list[str]) -> None:
-    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+NAMES = ("evaluate", "test")  # of a function of (job, checkpoint), or of (job, checkpoint, about)
 
-    def compare_and_exit(train: Train) -> None:
-        compare(train, plan)
-        sys.exit(0)  # the rest of the script is not part of the comparison
 
-    run_script(argv[1:], compare_and_exit)
+def evaluate(train: Train, checkpoint: str, result: str, script: str) -> None:
+    """Call the script's test function, and write the metrics that it returns to `result`."""
+
+    def test(job: Job) -> None:
+        function = _test_function(train, script)
+        given: list[Any] = [checkpoint]
+        if len(inspect.signature(function).parameters) > 2:
+            given.append(read_manifest(Path(checkpoint)).get("about") or {})
+        found = function(job, *given)
+        if job.rank == 0 and found is not None:
+            metrics = found if isinstance(found, dict) else {"metric": found}
+            numbers = {str(name): float(value) for name, value in metrics.items()}
+            Path(result).write_text(json.dumps(numbers), encoding="utf-8")
+
+    with replaced_run(None):
+        run(test)
+
+
+def _test_function(train: Any, script: str) -> Any:
+    known = getattr(inspect.unwrap(train), "__globals__", {})
+    found = next((known[name] for name in NAMES if callable(known.get(name))), None)
+    if found is None or len(inspect.signature(found).parameters) < 2:
+        raise BadInput(
+            f"{script} has no function evaluate(job, checkpoint) or test(job, checkpoint), which "
+            "builds the model with job.step, calls job.load(checkpoint), and returns what "
+            "job.evaluate returns"
+        )
+    return found
 
 
 def run_script(words: list[str], instead: Callable[[Train], None]) -> None:
     """Run a script, or the module of an example, with `instead` where it calls `shoal.run`."""
+
+    def act(train: Train) -> None:
+        instead(train)
+        sys.exit(0)  # the rest of the script follows training
+
     script = words[0]
     sys.argv = words
     shoal.__dict__["run"] = run  # the import above has put the module under the name
-    with replaced_run(instead):
+    with replaced_run(act):
         if script.startswith("shoal.examples."):
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
     raise BadInput("the script has ended without a call of shoal.run(train)")
+
+
+def main(argv: list[str]) -> None:
+    if argv[0] == "compare":
+        plan = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
+        run_script(argv[2:], lambda train: compare(train, plan))
+    else:
+        run_script(argv[3:], lambda train: evaluate(train, *argv[1:4]))
 
 
 if __name__ == "__main__":
