@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,31 +73,24 @@ class SubsetTransport:
         return self._transport.recv_reduce(into, self._ranks[src], tag, op)
 
 
+@dataclass(eq=False)
 class TorchWork:
     """A work of torch's; a lost connection becomes a `PeerLost` that names the operation.
 
     `finish` is done by the first wait, once the work has ended.
     """
 
-    def __init__(
-        self,
-        work: Any,
-        rank: int,
-        peer: int | None,
-        doing: str,
-        finish: Callable[[], None] | None = None,
-        timeout_s: float | None = None,
-    ):
-        """`peer` is None where it is of all ranks, and -1 for any source."""
-        self._work = work
-        self._rank = rank
-        self._peer = peer
-        self._named = None if peer == -1 else peer
-        self._doing = doing
-        self._finish = finish
-        self._timeout_s = timeout_s
-        self._is_done = work is None
-        self.times: tuple[int, int] | None = None
+    _work: Any
+    _rank: int
+    _peer: int | None  # None: all ranks; -1: any source
+    _doing: str
+    _finish: Callable[[], None] | None = None
+    _timeout_s: float | None = None
+    times: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._named = None if self._peer == -1 else self._peer
+        self._is_done = self._work is None
 
     @property
     def source(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class SurvivorSum(NamedTuple):
     missing: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class ElasticSum:
     """Adds small vectors over ranks, by lines of a file that all ranks see.
 
@@ -37,31 +39,25 @@ class ElasticSum:
     exits.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        rank: int,
-        has_exited: Callable[[int], bool],
-        patience_s: float = PATIENCE_S,
-        name: str = "",
-    ):
-        self._file = file
-        self._board = FileBoard(file)
+    file: Path
+    rank: int
+    has_exited: Callable[[int], bool]
+    patience_s: float = PATIENCE_S
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self._board = FileBoard(self.file)
         self._board.take = self._take
-        self._rank = rank
-        self._has_exited = has_exited
-        self._patience_s = patience_s
-        self._name = name
-        self._call = (name, "", 0)
+        self._call = (self.name, "", 0)
         self._rows: defaultdict[tuple[Any, ...], dict[int, list[Any]]] = defaultdict(dict)
 
     def beside(self, name: str) -> ElasticSum:
         """Another sum over the same ranks, which counts its own calls."""
-        return ElasticSum(self._file, self._rank, self._has_exited, self._patience_s, name)
+        return replace(self, name=name)
 
     def begin(self, meeting: str) -> None:
         """The next calls belong to a meeting of this name: see `comm/members/meetings.py`."""
-        self._call = (self._name, meeting, 0)
+        self._call = (self.name, meeting, 0)
 
     def all_reduce(self, numbers: Sequence[float], ranks: Sequence[int]) -> SurvivorSum:
         """The sum over the survivors of `ranks`; the same bits on each of them."""
@@ -75,7 +71,7 @@ class ElasticSum:
         """The rows of the survivors of `ranks`, by rank; what is in them is JSON."""
         self._rows.pop(self._call, None)
         self._call = (*self._call[:2], self._call[2] + 1)
-        self._board.append(lambda: {"sum": self._call, "rank": self._rank, "row": list(row)})
+        self._board.append(lambda: {"sum": self._call, "rank": self.rank, "row": list(row)})
         rows = self._rows[self._call]
 
         def absent() -> list[str]:
@@ -83,19 +79,19 @@ class ElasticSum:
 
         def is_complete() -> bool | None:
             # exits first: then what was written before is final
-            exited = [rank for rank in ranks if rank not in rows and self._has_exited(rank)]
+            exited = [rank for rank in ranks if rank not in rows and self.has_exited(rank)]
             self._board.look()
             return all(rank in rows or rank in exited for rank in ranks) or None
 
         def lost() -> PeerLost:
             doing = f"a sum that rank {' and '.join(absent())} never came to"
-            return PeerLost(self._rank, int(absent()[0]), doing, self._patience_s)
+            return PeerLost(self.rank, int(absent()[0]), doing, self.patience_s)
 
         doing = "a sum over the surviving workers"
-        wait = waiting(f"rank {self._rank}", lambda: f"rank {' and '.join(absent())}", doing)
-        until(is_complete, wait, self._patience_s, lost)
+        wait = waiting(f"rank {self.rank}", lambda: f"rank {' and '.join(absent())}", doing)
+        until(is_complete, wait, self.patience_s, lost)
         return {rank: rows[rank] for rank in ranks if rank in rows}
 
     def _take(self, document: Document) -> None:
-        if "sum" in document and document["sum"][0] == self._name:
+        if "sum" in document and document["sum"][0] == self.name:
             self._rows[tuple(document["sum"])][document["rank"]] = document["row"]

@@ -26,6 +26,7 @@ each log a prefix of one history, whatever is lost, late or twice:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.server.chain import NO_CONFIG, ChainConfig, Entry, EntryLog
@@ -60,6 +61,7 @@ class Fenced(Exception):
     """This copy is no member of the chain, or not the head, to which operations go."""
 
 
+@dataclass(eq=False)
 class ChainNode:
     """A copy's part in the protocol. Methods return effects, to be carried out in order.
 
@@ -68,16 +70,12 @@ class ChainNode:
     `replicas`: up to how many members a tail adds learners.
     """
 
-    def __init__(
-        self,
-        me: int,
-        incarnation: int = 0,
-        consistency: ChainConsistency = "strong",
-        replicas: int = 1,
-    ):
-        self.me = me
-        self.incarnation = incarnation
-        self.consistency = consistency
+    me: int
+    incarnation: int = 0
+    consistency: ChainConsistency = "strong"
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
         self.config = NO_CONFIG
         self.committed = 0
         self.is_fenced = False  # was a member and is none any more
@@ -88,7 +86,6 @@ class ChainNode:
         self._last_round = 0
         self._rounds: dict[int, set[int]] = {}  # open questions: who has not confirmed each
         self._successor_is_known = False  # it has said in this epoch where it is
-        self.replicas = replicas
         self._early: dict[int, Any] = {}  # by position
         self._ahead: set[int] = set()  # have sent messages of a later epoch, which were dropped
 

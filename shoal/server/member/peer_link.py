@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
@@ -32,26 +33,19 @@ _MAX_ANSWER_BYTES = 8192
 _SMALL_BYTES = 32 << 10  # a payload that is sent by the thread that posts it
 
 
+@dataclass(eq=False, repr=False)
 class PeerLink:
     """Two threads: one connects and notices the end, one sends what would make others wait."""
 
-    def __init__(
-        self,
-        owner: ChainCore,
-        peer: int,
-        address: Callable[[], str | None],
-        secret: bytes,
-        header: Header,
-        tls: TlsConfig,
-    ):
-        """`header` says which copy this is, for the handshake."""
-        self.peer = peer
-        self._owner = owner
-        self._address = address
-        self._secret = secret
-        self._header = header
-        self._plain = header._replace(kind=FrameKind.CHAIN)
-        self._tls = tls
+    _owner: ChainCore
+    peer: int
+    _address: Callable[[], str | None]
+    _secret: bytes
+    _header: Header  # which copy this is, for the handshake
+    _tls: TlsConfig
+
+    def __post_init__(self) -> None:
+        self._plain = self._header._replace(kind=FrameKind.CHAIN)
         self._closed = threading.Event()
         self._connection: Connection | None = None
         self._down_since_s = time.monotonic()
@@ -59,7 +53,7 @@ class PeerLink:
         self._messages = queue.SimpleQueue()
         self._posted = 0  # to the queue
         self._taken = 0  # from it, and sent
-        name = f"shoal-chain-{peer}"
+        name = f"shoal-chain-{self.peer}"
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target in (self._dial, self._send)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from shoal.errors import ShoalError
 from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
@@ -157,38 +158,30 @@ class Followers(NoFollowers):
                         model.lock.notify_all()
 
 
+@dataclass(eq=False, repr=False)
 class Follower:
     """Another shard's side: a thread that carries out the leader's decisions on one model.
 
     Without `is_head` it connects at once (Refused or an OSError if that fails), and the end of the
     connection fails the model. In a chain it connects again while this is the head, to the copies
-    of the leader's shard in turn.
+    of the leader's shard in turn: `leader` says which address an attempt tries.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        number: int,
-        secret: bytes,
-        tls: TlsConfig,
-        replay: Callable[[LogEntry], object],
-        leader: Callable[[int], str | None] | None = None,
-        is_head: Callable[[], bool] | None = None,
-    ):
-        """`leader` says which address an attempt tries; default: the one of the model's spec."""
-        self.connection: Connection | None = None
-        self._model = model
-        self._number = number
-        self._secret = secret
-        self._tls = tls
-        self._replay = replay
-        self._leader = leader or (lambda attempt: model.spec.leader)
-        self._is_head = is_head
+    _model: ServedModel
+    _number: int
+    _secret: bytes
+    _tls: TlsConfig
+    _replay: Callable[[LogEntry], object]
+    _leader: Callable[[int], str | None] = lambda attempt: None
+    _is_head: Callable[[], bool] | None = None
+    connection: Connection | None = None
+
+    def __post_init__(self) -> None:
         self._is_closed = False
-        if is_head is None:
-            self._subscribe(model.spec.leader, CONNECT_S)
-        run = self._follow_once if is_head is None else self._follow_again
-        name = f"shoal-follow-{model.spec.index}"
+        if self._is_head is None:
+            self._subscribe(self._model.spec.leader, CONNECT_S)
+        run = self._follow_once if self._is_head is None else self._follow_again
+        name = f"shoal-follow-{self._model.spec.index}"
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 

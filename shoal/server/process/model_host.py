@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ MAX_MODELS = 64
 MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
 
 
+@dataclass(eq=False, repr=False)
 class ModelHost:
     """Models by their number, which the workers of a model agree on.
 
@@ -93,6 +95,11 @@ class ModelHost:
     counts of the whole server. A process that only serves says how many threads it may use.
     """
 
+    secret: bytes
+    max_bytes: int
+    report: Callable[[], dict[str, Any]]
+    has_exited: Callable[[int], bool] | None = None
+    tls: TlsConfig = PLAIN
     most_threads: int | None = None
     takes_back = False  # lost workers are started again
     chain: ChainRuntime | None = None  # of a replicated server
@@ -100,21 +107,9 @@ class ModelHost:
     saver: ShardSaver | None = None  # writes checkpoints
     device: torch.device | None = None  # where weights and optimizers are; None: the CPU
 
-    def __init__(
-        self,
-        secret: bytes,
-        max_bytes: int,
-        report: Callable[[], dict[str, Any]],
-        has_exited: Callable[[int], bool] | None = None,
-        tls: TlsConfig = PLAIN,
-    ):
+    def __post_init__(self) -> None:
         self.slowness = Slowness()
         self.models: dict[int, ServedModel] = {}
-        self.report = report
-        self.has_exited = has_exited
-        self._secret = secret
-        self._tls = tls
-        self.max_bytes = max_bytes
         self.changed = threading.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
@@ -195,7 +190,7 @@ class ModelHost:
             model.membership.on_loss = partial(self.chain.note_loss, model_id)
         follows = not is_leader and not self.in_chain
         if follows:
-            follower = Follower(model, model_id, self._secret, self._tls, model.replay)
+            follower = Follower(model, model_id, self.secret, self.tls, model.replay)
         with self.changed:
             if follows:
                 self._following.append(follower)
@@ -266,7 +261,7 @@ class ModelHost:
         with self.changed:
             model = self.model(model_id)
             if model_id not in self._copies:
-                self._copies[model_id] = RowCopies(model, model_id, self._secret, self._tls)
+                self._copies[model_id] = RowCopies(model, model_id, self.secret, self.tls)
             return self._copies[model_id]
 
     def close(self, join_s: float) -> None:

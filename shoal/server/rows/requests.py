@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,28 +143,23 @@ class _Part(NamedTuple):
     copies: int
 
 
+@dataclass(eq=False)
 class RowRequests:
     """Rows that are on their way. `wait` returns when they are in their places."""
 
-    def __init__(
-        self,
-        links: Sequence[ServerLink],
-        table: str,
-        routed: Routed,
-        pulled: PulledRows,
-        version: int,
-    ):
-        self._links = links
-        self._table = table
-        self._routed = routed
-        self._pulled = pulled
-        self._version = version
+    _links: Sequence[ServerLink]
+    _table: str
+    _routed: Routed
+    _pulled: PulledRows
+    _version: int
+
+    def __post_init__(self) -> None:
         self._parts = list(self._split())
         self._posted: list[PostedRequest] = []
         self._room: Tensor | None = None  # where rows come to first, if they do
         is_small = all(part.stop - part.start <= _AT_ONCE_ROWS for part in self._parts)
         self._exchange: ServerExchange | None = None
-        if is_small and len(self._parts) <= len(links):  # each server answers in one frame
+        if is_small and len(self._parts) <= len(self._links):  # each server answers in one frame
             asked = [(part.link, self._request(part)) for part in self._parts]
             self._exchange = begin_exchange(asked, "rows")
         if self._exchange is None:

@@ -17,6 +17,7 @@ UpdateOnWorkers ps(update="worker"): the sum of the gradients, for the optimizer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -256,23 +257,17 @@ class CompressedPush(GradientPush):
         ]
 
 
+@dataclass(eq=False)
 class UpdateOnServers:
     """Chosen once, when the worker is built, as its subclasses are.
 
     `copies` are parameters of which the servers of several shards hold one each.
     """
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: OptimizerStep,
-        client: Client,
-        copies: ReplicaShard | None = None,
-    ):
-        self.flat = flat
-        self.update = update
-        self.client = client
-        self.copies = copies
+    flat: FlatParams
+    update: OptimizerStep
+    client: Client
+    copies: ReplicaShard | None = None
 
     @property
     def served_optimizer(self) -> torch.optim.Optimizer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -93,30 +94,24 @@ def _in_one(batch: AnyBatch) -> AnyBatch:
     return batch_of(content, batch.total, [sum(sizes)])
 
 
+@dataclass(eq=False)
 class BatchCutter:
     """Cuts the batches of one step. `synchronous`: replicas wait for each other in every step."""
 
-    def __init__(
-        self,
-        options: StepOptions,
-        mesh: Mesh,
-        device: torch.device,
-        seed: int,
-        forward: ForwardSignature,
-        count: Count | None = None,
-        synchronous: bool = True,
-    ):
-        self.options = options
+    options: StepOptions
+    mesh: InitVar[Mesh]
+    device: torch.device
+    seed: int
+    forward: ForwardSignature
+    count: Count | None = None
+    synchronous: bool = True
+    reverses: bool = False  # whether samples are reversed, which changes rounding only
+    widens: bool = False  # whether floating-point numbers become float64
+
+    def __post_init__(self, mesh: Mesh) -> None:
         self.group = mesh.data  # whose ranks have different rows
-        self.device = device
-        self.seed = seed
-        self.forward = forward
-        self.count = count
-        self.synchronous = synchronous
         self.copies = mesh.cp.size  # workers that have the same rows
         self.regroup()
-        self.reverses = False  # whether samples are reversed, which changes rounding only
-        self.widens = False  # whether floating-point numbers become float64
 
     def regroup(self) -> None:
         """Count the micro-batches of this replica among those that there are now."""

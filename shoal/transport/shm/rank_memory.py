@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,26 +28,20 @@ _GENERATION, _CLOSED, _INCARNATION, _JOB_STEPS = range(4)
 FREE_MARK = 4  # the first mark that is the user's
 
 
+@dataclass(eq=False)
 class RankMemory:
     """One process's view. Made by `join` or `lasting`."""
 
-    def __init__(
-        self,
-        memory: mmap.mmap,
-        rank: int,
-        size: int,
-        has_ended: Callable[[int], bool],
-        release: Callable[[], None],
-    ):
-        """`has_ended(peer)` tells whether the process of a rank has ended."""
-        self.memory = memory
-        self.rank = rank
-        self.size = size
-        self.offset = header_bytes(size)  # where the body begins in `memory`
-        lines = np.frombuffer(memory, np.int64, _LINE * size)
-        self.marks: NDArray[np.int64] = lines.reshape(size, _LINE)
-        self._has_ended = has_ended
-        self._release: Callable[[], None] | None = release
+    memory: mmap.mmap
+    rank: int
+    size: int
+    _has_ended: Callable[[int], bool]  # whether the process of a rank has
+    _release: Callable[[], None] | None
+
+    def __post_init__(self) -> None:
+        self.offset = header_bytes(self.size)  # where the body begins in `memory`
+        lines = np.frombuffer(self.memory, np.int64, _LINE * self.size)
+        self.marks: NDArray[np.int64] = lines.reshape(self.size, _LINE)
 
     @classmethod
     def join(cls, exchange: Exchange, rank: int, size: int, num_bytes: int) -> RankMemory | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import dataclass
 
 from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.runtime.run_dir import RunDir
@@ -28,27 +29,20 @@ _SLOTS = 4  # of each rank
 FINE, LOST, DESYNC, LATE, INTERRUPTED, WRONG_SIZE, CLOSED = range(7)
 
 
+@dataclass(eq=False)
 class Segment:
     """One rank's view of the shared memory of a group."""
 
-    def __init__(
-        self,
-        handle: object,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        run_dir: RunDir | None = None,
-        explains: bool = True,
-    ):
-        """`explains`: a lost rank is an error whose cause is looked for and written down."""
-        self.explains = explains
-        self.handle = handle
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
-        self.timeout_ns = int(timeout_s * 1e9)
+    handle: object
+    rank: int
+    size: int
+    timeout_s: float
+    run_dir: RunDir | None = None
+    explains: bool = True  # a lost rank is an error whose cause is looked for and written down
+
+    def __post_init__(self) -> None:
+        self.timeout_ns = int(self.timeout_s * 1e9)
         self.closed = False
-        self.run_dir = run_dir
         self._dumped: list[str] = []  # shared by copies, so that one failure is dumped once
 
     def check(self, outcome: int, doing: str = "") -> None:
