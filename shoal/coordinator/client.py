@@ -11,12 +11,21 @@ import itertools
 import secrets
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from shoal.coordinator import Answer, Coordinator, Request, Unavailable, Watch, describe
+from shoal.coordinator import (
+    Answer,
+    Coordinator,
+    CoordinatorError,
+    Request,
+    Unavailable,
+    Watch,
+    describe,
+)
 from shoal.coordinator.etcd_coordinator import ETCD_CALL_S, EtcdCoordinator
 from shoal.coordinator.etcd_gateway import RunKeys, check_trusted, is_etcd, parse_endpoints
 from shoal.errors import BadInput
@@ -200,6 +209,24 @@ def open_etcd(
     if context is None:
         check_trusted(endpoints, config.tls.trusted_network)
     return EtcdCoordinator(endpoints, RunKeys(secret), who, context, call_s)
+
+
+@contextmanager
+def own_keys(config: RunConfig, who: str) -> Iterator[None]:
+    """Keys of this run in an etcd cluster of the user: a run with the same secret has left none,
+    and none is left at the end of the block."""
+    etcd = open_coordinator(config, who)
+    assert isinstance(etcd, EtcdCoordinator)
+    with closing(etcd):
+        try:
+            etcd.remove_all()
+        except CoordinatorError as error:
+            raise BadInput(f"SHOAL_COORDINATOR is {config.coordinator}: {error}") from error
+        try:
+            yield
+        finally:
+            with suppress(CoordinatorError):
+                etcd.remove_all()
 
 
 def lease_ttl_s(config: RunConfig) -> float:

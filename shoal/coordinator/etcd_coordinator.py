@@ -45,26 +45,7 @@ from shoal.coordinator import (
     Unavailable,
     Watch,
 )
-from shoal.coordinator.etcd_gateway import (
-    ALREADY_EXISTS,
-    HEADERS,
-    NOT_FOUND,
-    Endpoint,
-    EtcdError,
-    Gateway,
-    KeepAliveAnswer,
-    KeyValue,
-    LeaseAnswer,
-    RangeAnswer,
-    Revision,
-    RunKeys,
-    TransactionAnswer,
-    WatchAnswer,
-    WatchEvent,
-    WatchResult,
-    parse,
-    text_of,
-)
+from shoal.coordinator import etcd_gateway as etcd
 
 _MAX_LINE_BYTES = 64 << 20
 _CONNECT_S = 1.0
@@ -72,14 +53,16 @@ _PAUSE_S = 0.05
 _ARRIVAL_S = 0.25  # in which changes arrive that were made before the watch began
 
 
-class WatchStream(Gateway):
+class WatchStream(etcd.Gateway):
     """One watch at a time; a stream that breaks is opened again at another member."""
 
     _position: tuple[str, int] | None = None  # what is watched, and after which revision
     _response: http.client.HTTPResponse
     _is_behind = True  # changes from before it was opened have not arrived
 
-    def changes(self, keys: RunKeys, name: str, after_revision: int, timeout_s: float) -> Changes:
+    def changes(
+        self, keys: etcd.RunKeys, name: str, after_revision: int, timeout_s: float
+    ) -> Changes:
         """Those after a revision, as soon as there are some; none after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s + _CONNECT_S):
@@ -89,7 +72,9 @@ class WatchStream(Gateway):
         finally:
             self._lock.release()
 
-    def _changes(self, keys: RunKeys, name: str, after_revision: int, deadline_s: float) -> Changes:
+    def _changes(
+        self, keys: etcd.RunKeys, name: str, after_revision: int, deadline_s: float
+    ) -> Changes:
         while True:
             try:
                 if self._position != (name, after_revision):
@@ -113,19 +98,19 @@ class WatchStream(Gateway):
                     raise Unavailable(reason) from error
             time.sleep(_PAUSE_S)
 
-    def _begin(self, keys: RunKeys, name: str, after_revision: int, deadline_s: float) -> None:
+    def _begin(self, keys: etcd.RunKeys, name: str, after_revision: int, deadline_s: float) -> None:
         """A stream that goes on after this revision."""
         self._drop()
         self._connection = self.open(max(_CONNECT_S, deadline_s - time.monotonic()))
         create = {**keys.selection(name), "start_revision": str(after_revision + 1)}
         body = json.dumps({"create_request": create}).encode()
-        self._connection.request("POST", "/v3/watch", body, HEADERS)
+        self._connection.request("POST", "/v3/watch", body, etcd.HEADERS)
         self._sock = self._connection.sock  # which the connection gives to the response
         self._response = self._connection.getresponse()
         self._position = (name, after_revision)
         self._is_behind = True
 
-    def _next_events(self, after_revision: int, deadline_s: float) -> tuple[WatchEvent, ...]:
+    def _next_events(self, after_revision: int, deadline_s: float) -> tuple[etcd.WatchEvent, ...]:
         """TimeoutError when none has come."""
         assert self._sock is not None
         while True:
@@ -148,7 +133,7 @@ class WatchStream(Gateway):
         super()._drop()
 
 
-def _change(keys: RunKeys, event: WatchEvent) -> Change:
+def _change(keys: etcd.RunKeys, event: etcd.WatchEvent) -> Change:
     kv = event.kv
     key = keys.name_of(kv.key)
     if event.type == "DELETE":
@@ -156,8 +141,8 @@ def _change(keys: RunKeys, event: WatchEvent) -> Change:
     return Change(key, kv.value, kv.mod_revision, kv.lease or None)
 
 
-def _result(line: bytes, after_revision: int) -> WatchResult:
-    answer = parse(line, WatchAnswer)
+def _result(line: bytes, after_revision: int) -> etcd.WatchResult:
+    answer = etcd.parse(line, etcd.WatchAnswer)
     if answer.error is not None:
         raise ConnectionError(str(answer.error)[:200])
     if answer.result.compact_revision:
@@ -179,16 +164,16 @@ class EtcdCoordinator(Coordinator):
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
-        keys: RunKeys,
+        endpoints: Sequence[etcd.Endpoint],
+        keys: etcd.RunKeys,
         who: str = "this process",
         context: ssl.SSLContext | None = None,
         call_s: float = ETCD_CALL_S,
     ):
         self._keys = keys
         self._call_s = call_s
-        self._gateway = Gateway(endpoints, context, who)
-        self._leases = Gateway(endpoints, context, who)
+        self._gateway = etcd.Gateway(endpoints, context, who)
+        self._leases = etcd.Gateway(endpoints, context, who)
         self._watches = WatchStream(endpoints, context, who)
         self._changes = _Transactions(self._gateway, keys)
 
@@ -219,16 +204,16 @@ class EtcdCoordinator(Coordinator):
         number = secrets.randbits(_LEASE_BITS) | 1
         body = {"TTL": ttl_s, "ID": str(number)}
         try:
-            answer = self._leases.post("/v3/lease/grant", body, LeaseAnswer, deadline_s)
-        except EtcdError as error:
-            if error.code != ALREADY_EXISTS:
+            answer = self._leases.post("/v3/lease/grant", body, etcd.LeaseAnswer, deadline_s)
+        except etcd.EtcdError as error:
+            if error.code != etcd.ALREADY_EXISTS:
                 raise
             return Lease(number, float(ttl_s))  # its first answer was lost
         return Lease(answer.ID, float(answer.TTL))
 
     def _keep_alive(self, lease_id: int, deadline_s: float) -> float:
         body = {"ID": str(lease_id)}
-        tried = self._leases.tried("/v3/lease/keepalive", body, KeepAliveAnswer, deadline_s)
+        tried = self._leases.tried("/v3/lease/keepalive", body, etcd.KeepAliveAnswer, deadline_s)
         ttl_s: int = tried.answer.result.TTL
         if ttl_s <= 0:
             raise LeaseLost.of(lease_id)
@@ -236,9 +221,9 @@ class EtcdCoordinator(Coordinator):
 
     def _revoke(self, lease_id: int, deadline_s: float) -> int:
         try:
-            self._leases.post("/v3/lease/revoke", {"ID": str(lease_id)}, Revision, deadline_s)
-        except EtcdError as error:
-            if error.code != NOT_FOUND:
+            self._leases.post("/v3/lease/revoke", {"ID": str(lease_id)}, etcd.Revision, deadline_s)
+        except etcd.EtcdError as error:
+            if error.code != etcd.NOT_FOUND:
                 raise
         return 0
 
@@ -246,20 +231,20 @@ class EtcdCoordinator(Coordinator):
         self._changes.settle(deadline_s)
         order = {"sort_order": "ASCEND", "sort_target": "KEY"}
         body = {**self._keys.selection(name), **order}
-        found = self._gateway.post("/v3/kv/range", body, RangeAnswer, deadline_s)
+        found = self._gateway.post("/v3/kv/range", body, etcd.RangeAnswer, deadline_s)
         entries = {self._keys.name_of(kv.key): kv.versioned() for kv in found.kvs}
         return Listing(found.header.revision, entries)
 
     def remove_all(self) -> None:
         """Delete the keys of this run: at its end."""
         deadline_s = time.monotonic() + self._call_s
-        self._gateway.post("/v3/kv/deleterange", self._keys.everything, Revision, deadline_s)
+        self._gateway.post("/v3/kv/deleterange", self._keys.everything, etcd.Revision, deadline_s)
 
 
 class _Transactions:
     """Of one client. Callers hold `lock`, also while they read what is to be final."""
 
-    def __init__(self, gateway: Gateway, keys: RunKeys):
+    def __init__(self, gateway: etcd.Gateway, keys: etcd.RunKeys):
         self.lock = threading.Lock()
         self._gateway = gateway
         self._keys = keys
@@ -274,13 +259,13 @@ class _Transactions:
         change: dict[str, Any] = {"request_delete_range": {"key": name}}
         if isinstance(request, PutIf):
             lease = str(request.lease_id or 0)
-            put = {"key": name, "value": text_of(request.value), "lease": lease}
+            put = {"key": name, "value": etcd.text_of(request.value), "lease": lease}
             change = {"request_put": put}
         try:
             return self._change(request, name, change, deadline_s)
-        except EtcdError as error:
+        except etcd.EtcdError as error:
             lease_id = request.lease_id if isinstance(request, PutIf) else None
-            if error.code != NOT_FOUND or lease_id is None:
+            if error.code != etcd.NOT_FOUND or lease_id is None:
                 raise
         return self._made(LeaseLost.of(lease_id), deadline_s)
 
@@ -296,8 +281,8 @@ class _Transactions:
         self._number += 1
         self._is_unsettled = True
         body = self._transaction(name, request.version, change)
-        tried = self._gateway.tried("/v3/kv/txn", body, TransactionAnswer, deadline_s)
-        answer: TransactionAnswer = tried.answer
+        tried = self._gateway.tried("/v3/kv/txn", body, etcd.TransactionAnswer, deadline_s)
+        answer: etcd.TransactionAnswer = tried.answer
         if answer.succeeded:
             return self._settled(answer.header.revision)
         current = answer.found(0)
@@ -329,7 +314,9 @@ class _Transactions:
         self._number += 1
         while True:
             body = {"key": self._marker}
-            found: RangeAnswer = self._gateway.post("/v3/kv/range", body, RangeAnswer, deadline_s)
+            found: etcd.RangeAnswer = self._gateway.post(
+                "/v3/kv/range", body, etcd.RangeAnswer, deadline_s
+            )
             marker = found.kvs[0] if found.kvs else None
             if marker is not None and marker.value == latest:
                 return self._settled(marker.mod_revision)
@@ -343,11 +330,11 @@ class _Transactions:
         marker = {"key": self._marker}
         body = {
             "compare": [_has_revision(self._marker, at)],
-            "success": [{"request_put": {**marker, "value": text_of(self._number_text())}}],
+            "success": [{"request_put": {**marker, "value": etcd.text_of(self._number_text())}}],
             "failure": [{"request_range": marker}],
         }
-        tried = self._gateway.tried("/v3/kv/txn", body, TransactionAnswer, deadline_s)
-        answer: TransactionAnswer = tried.answer
+        tried = self._gateway.tried("/v3/kv/txn", body, etcd.TransactionAnswer, deadline_s)
+        answer: etcd.TransactionAnswer = tried.answer
         if answer.succeeded:
             return answer.header.revision
         found = answer.found(0)
@@ -361,7 +348,7 @@ class _Transactions:
 
     def _transaction(self, name: str, version: int, change: object) -> dict[str, Any]:
         marker = {"key": self._marker}
-        number = {"request_put": {**marker, "value": text_of(self._number_text())}}
+        number = {"request_put": {**marker, "value": etcd.text_of(self._number_text())}}
         compare = [_has_revision(name, version), _has_revision(self._marker, self._marker_revision)]
         failure = [{"request_range": {"key": name}}, {"request_range": marker}]
         return {"compare": compare, "success": [change, number], "failure": failure}
@@ -370,7 +357,7 @@ class _Transactions:
         return b"%d" % self._number
 
 
-def _revision(found: KeyValue | None) -> int:
+def _revision(found: etcd.KeyValue | None) -> int:
     return 0 if found is None else found.mod_revision
 
 

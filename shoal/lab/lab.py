@@ -13,8 +13,8 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shoal.cluster.toml_file import cluster_text
@@ -31,7 +31,13 @@ from shoal.lab.namespaces import (
     require,
 )
 from shoal.launch.here.process_config import Replication
-from shoal.launch.hosts.machines import HostProcess, Machine, ServerHosts, servers_in_turn
+from shoal.launch.hosts.machines import (
+    HostProcess,
+    HostProgram,
+    Machine,
+    ServerHosts,
+    servers_in_turn,
+)
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.preemption import ending_by_exception
@@ -240,16 +246,9 @@ class LabMachines:
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         return machine
 
-    def start(
-        self,
-        machine: Machine,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-    ) -> HostProcess:
-        inside = self._lab.host(machine.name).namespace.command(command)
-        process = HostProcess(inside, environ, given, on_line)
+    def start(self, machine: Machine, program: HostProgram) -> HostProcess:
+        inside = self._lab.host(machine.name).namespace.command(program.command)
+        process = HostProcess(replace(program, command=inside))
         self._started.append(process)
         return process
 

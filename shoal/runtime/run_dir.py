@@ -46,15 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.runtime.files import (
-    make_locked,
-    remove_abandoned,
-    remove_locked,
-    room_for,
-    scratch_folder,
-    temporary_folder,
-    write_atomically,
-)
+from shoal.runtime import files
 from shoal.runtime.secret import new_secret, read_secret_file, write_private
 
 _MAX_DIGITS = 18
@@ -155,7 +147,7 @@ class RunDir:
     def write(self, file: Path, document: Mapping[str, Any]) -> None:
         """Of a file that `read` reads; a full disk does not fail the run."""
         with suppress(OSError):
-            write_atomically(file, json.dumps(document))
+            files.write_atomically(file, json.dumps(document))
 
     # ------------------------------------------------------------------ servers
 
@@ -164,7 +156,7 @@ class RunDir:
         return _read_count(self._server_pid(index)) or None
 
     def note_server_pid(self, index: int, pid: int) -> None:
-        write_atomically(self._server_pid(index), str(pid))
+        files.write_atomically(self._server_pid(index), str(pid))
 
     def remove_socket(self, index: int) -> None:
         """Of a server that was killed: another process is to listen there."""
@@ -202,7 +194,7 @@ class RunDir:
         name = signal_name(-returncode) if returncode < 0 else None
         document = {"rank": rank, "returncode": returncode, "signal": name}
         text = json.dumps({**document, "time_ns": time.monotonic_ns()})
-        write_atomically(self.exited(rank, self.incarnation(rank)), text)
+        files.write_atomically(self.exited(rank, self.incarnation(rank)), text)
 
     def has_exited(self, rank: int) -> bool:
         """Whether the process of a worker has exited, with success or not."""
@@ -217,10 +209,6 @@ class RunDir:
         return _read_count(self.steps(rank)) or None
 
     # ------------------------------------------------------------------ workers that come back
-
-    def open_joins(self) -> None:
-        """The launcher starts workers that are asked for (launch/here/running.py)."""
-        self.joins.mkdir(mode=0o700)
 
     def ask_for_join(self) -> str:
         """Returns the name of the request."""
@@ -254,7 +242,7 @@ class RunDir:
     def note_start(self, rank: int, incarnation: int) -> None:
         """It is about to be started again; why it failed before does not count any more."""
         self.failure(rank).unlink(missing_ok=True)
-        write_atomically(self._started(rank), str(incarnation))
+        files.write_atomically(self._started(rank), str(incarnation))
 
     def note_return(self, rank: int, incarnation: int, document: Mapping[str, Any]) -> None:
         self.write(self.back(rank, incarnation), {"time_ns": time.monotonic_ns(), **document})
@@ -266,7 +254,7 @@ class RunDir:
 
     def note_step(self, rank: int, steps: int) -> None:
         """How far a worker is that was asked to stop."""
-        write_atomically(self._at_step(rank), str(steps))
+        files.write_atomically(self._at_step(rank), str(steps))
 
     def noted_steps(self) -> dict[int, int]:
         marks = self.path.glob("at-*.step")
@@ -274,7 +262,7 @@ class RunDir:
 
     def write_last_step(self, steps: int) -> None:
         """All workers stop after this step."""
-        write_atomically(self._last_step, str(steps))
+        files.write_atomically(self._last_step, str(steps))
 
     def last_step(self) -> int | None:
         return _read_count(self._last_step)
@@ -298,7 +286,7 @@ class RunDir:
         return read_secret_file(self.secret) if self.secret.is_file() else None
 
     def remove(self) -> None:
-        remove_locked(self.path)
+        files.remove_locked(self.path)
 
 
 def written_by(name: str) -> int | None:
@@ -326,15 +314,15 @@ def new_run_dir(
 
     host, ps: for workers, or a server, on one host of a run on several.
     """
-    with scratch_folder(kind, _short_folder() if kind == "ps" else None) as path:
-        with room_for(path):
+    with files.scratch_folder(kind, _short_folder() if kind == "ps" else None) as path:
+        with files.room_for(path):
             RunDir(path).write_secret(secret or new_secret())
         yield RunDir(path)
 
 
 def running_runs() -> list[RunDir]:
     """The directories of runs of this user that go on, on this host."""
-    remove_abandoned()
+    files.remove_abandoned()
     with suppress(OSError):
         locks = Path(tempfile.gettempdir()).glob("shoal-run-*/lock")
         return sorted(
@@ -346,12 +334,12 @@ def running_runs() -> list[RunDir]:
 
 def new_server_dir() -> RunDir:
     """A directory for servers that a worker starts; its path is short enough for sockets."""
-    remove_abandoned()
-    return RunDir(make_locked("ps", _short_folder()))
+    files.remove_abandoned()
+    return RunDir(files.make_locked("ps", _short_folder()))
 
 
 def _short_folder() -> str | None:
-    longest = len(temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
+    longest = len(files.temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
     return "/tmp" if longest > _LONGEST_SOCKET_PATH else None
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from shoal.launch.here.process_config import Replication
-from shoal.launch.hosts.machines import HostProcess, Machine, ServerHosts, servers_in_turn
+from shoal.launch.hosts.machines import (
+    HostProcess,
+    HostProgram,
+    Machine,
+    ServerHosts,
+    servers_in_turn,
+)
 
 
 class HostsHere:
@@ -40,15 +46,8 @@ class HostsHere:
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         return machine
 
-    def start(
-        self,
-        machine: Machine,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-    ) -> HostProcess:
-        self.started.append(HostProcess(command, environ, given, on_line))
+    def start(self, machine: Machine, program: HostProgram) -> HostProcess:
+        self.started.append(HostProcess(program))
         process: HostProcess = self.started[-1]
         return process
 

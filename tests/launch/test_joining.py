@@ -58,13 +58,13 @@ def test_which_run_is_asked() -> None:
     with new_run_dir() as first, new_run_dir() as second:
         with pytest.raises(BadInput, match="no run of yours on this host takes a worker"):
             ask_to_join(None)
-        first.open_joins()
+        first.joins.mkdir()
         run_dir, request = ask_to_join(None)
         assert run_dir == first
         assert (first.take_joins(), first.take_joins()) == ([request], [])
         with pytest.raises(BadInput, match="takes no worker: start it with --elastic, --restart"):
             ask_to_join(str(second.path))
-        second.open_joins()
+        second.joins.mkdir()
         with pytest.raises(BadInput, match="several runs take a worker"):
             ask_to_join(None)
         assert ask_to_join(str(second.path))[0] == second
@@ -81,7 +81,7 @@ def test_which_run_is_asked() -> None:
 
 def test_the_launcher_answers() -> None:
     with new_run_dir() as run_dir:
-        run_dir.open_joins()
+        run_dir.joins.mkdir()
         requests = [ask_to_join(None)[1] for _ in range(2)]
         run_dir.answer_join(requests[0], "worker 1 of 2 is started", 1)
         run_dir.answer_join(requests[1], "no worker is started: all workers are there", None)

@@ -22,7 +22,7 @@ from shoal.launch.here.process_config import Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import Event
 from shoal.launch.hosts.agent_messages import ServerListens, ServerTask
-from shoal.launch.hosts.machines import Machine, servers_in_turn
+from shoal.launch.hosts.machines import HostProgram, Machine, servers_in_turn
 from shoal.launch.hosts.remote import run_attempts
 from shoal.launch.hosts.remote_servers import RemoteRun, RemoteServers
 from shoal.runtime.config import RunConfig
@@ -72,13 +72,12 @@ class MovingHosts(HostsHere):
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         return HOSTS[HOSTS.index(machine) + 1]
 
-    def start(self, machine: Machine, *given: Any) -> Any:
-        *_, task_text, on_line = given
-        task = msgspec.json.decode(task_text, type=ServerTask)
+    def start(self, machine: Machine, program: HostProgram) -> Any:
+        task = msgspec.json.decode(program.given, type=ServerTask)
         self.tasks.append(task)
         port = 7000 + len(self.tasks)
         listens = ServerListens(port, "unix:/s", f"tcp:{task.address}:{port}")
-        on_line(msgspec.json.encode(listens).decode())
+        program.on_line(msgspec.json.encode(listens).decode())
         self.started.append(SaidServer())
         return self.started[-1]
 

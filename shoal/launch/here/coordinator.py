@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from shoal.coordinator import Coordinator, CoordinatorError, Listing, forget
-from shoal.coordinator.client import open_coordinator
-from shoal.coordinator.etcd_coordinator import EtcdCoordinator
+from shoal.coordinator import Coordinator, Listing, forget
+from shoal.coordinator.client import open_coordinator, own_keys
 from shoal.coordinator.etcd_gateway import is_etcd
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.launch.here.process_config import Replication
 from shoal.launch.losses.lost_servers import follow
 from shoal.runtime.config import RunConfig
@@ -158,23 +157,6 @@ class RunCoordinator:
 
 
 @contextmanager
-def _own_keys(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
-    """The keys of this run in an etcd cluster of the user; they are removed at its end."""
-    etcd = open_coordinator(replace(config, run_dir=run_dir), "the launcher")
-    assert isinstance(etcd, EtcdCoordinator)
-    with closing(etcd):
-        try:
-            etcd.remove_all()
-        except CoordinatorError as error:
-            raise BadInput(f"SHOAL_COORDINATOR is {config.coordinator}: {error}") from error
-        try:
-            yield
-        finally:
-            with suppress(CoordinatorError):
-                etcd.remove_all()
-
-
-@contextmanager
 def coordinated(
     replication: Replication, config: RunConfig, run_dir: RunDir, say: Say
 ) -> Iterator[RunCoordinator]:
@@ -184,7 +166,9 @@ def coordinated(
         return
     address = config.coordinator
     with (
-        _own_keys(config, run_dir) if address and is_etcd(address) else nullcontext(),
+        own_keys(replace(config, run_dir=run_dir), "the launcher")
+        if address and is_etcd(address)
+        else nullcontext(),
         closing(RunCoordinator(config, run_dir, say if address is None else None)) as coordinator,
     ):
         yield coordinator

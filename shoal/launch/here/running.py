@@ -211,7 +211,7 @@ def join_requests(
     if not is_open:
         yield
         return
-    run_dir.open_joins()
+    run_dir.joins.mkdir(mode=0o700)
     with looking("shoal-join", _POLL_S, look):
         yield
 

@@ -58,6 +58,22 @@ def servers_in_turn(
     return ServerHosts(chosen, hosts[0] if replication.is_on else None)
 
 
+@dataclass(frozen=True)
+class HostProgram:
+    """A Python program that a host runs: `command[0]` is the interpreter of this process.
+
+    It reads `given` at its stdin, up to the end. No other user may read those bytes, so they
+    do not go through arguments, variables or files that others can open. Every line of its
+    stdout and stderr is handed to `on_line`, in order, without its newline, from one thread.
+    `environ` are the variables of this process; another computer may have its own instead.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    given: bytes
+    on_line: Callable[[str], None]
+
+
 class MachineProcess(Protocol):
     """One process that was started on a host."""
 
@@ -106,21 +122,7 @@ class Machines(AbstractContextManager["Machines"], Protocol):
         `lost` has the names of all hosts that are lost. BadInput where there is no other one.
         """
 
-    def start(
-        self,
-        machine: Machine,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-    ) -> MachineProcess:
-        """Start a Python program: `command[0]` is the interpreter of this process.
-
-        It reads `given` at its stdin, up to the end. No other user may read those bytes, so they
-        do not go through arguments, variables or files that others can open. Every line of its
-        stdout and stderr is handed to `on_line`, in order, without its newline, from one thread.
-        `environ` are the variables of this process; another computer may have its own instead.
-        """
+    def start(self, machine: Machine, program: HostProgram) -> MachineProcess: ...
 
     def __enter__(self) -> Machines: ...
 
@@ -183,22 +185,15 @@ class HostProcess:
     The kernel kills it with the thread that has started it: that one stays until it has exited.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-        on_end: Callable[[int], None] = lambda status: None,
-    ):
-        """Its stdin is `given`; `on_end` is called with its exit status, after its last line."""
+    def __init__(self, program: HostProgram, on_end: Callable[[int], None] = lambda status: None):
+        """`on_end` is called with its exit status, after its last line."""
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
 
         def serve() -> None:
             try:
                 process = subprocess.Popen(
-                    command,
-                    env=environ,
+                    program.command,
+                    env=program.environ,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -212,18 +207,18 @@ class HostProcess:
             assert process.stdout is not None
             with process.stdout as lines:
                 for line in lines:
-                    on_line(line.decode("utf-8", "backslashreplace").removesuffix("\n"))
+                    program.on_line(line.decode("utf-8", "backslashreplace").removesuffix("\n"))
             on_end(process.wait())
 
         self._thread = threading.Thread(target=serve, name="shoal-host-process", daemon=True)
         self._thread.start()
         process = started.get()
         if isinstance(process, OSError):
-            raise BadInput(f"cannot start {command[0]}: {process.strerror}") from process
+            raise BadInput(f"cannot start {program.command[0]}: {process.strerror}") from process
         self._process = process
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stdin:  # it has exited: `wait` says how
-            stdin.write(given)
+            stdin.write(program.given)
 
     def wait(self) -> int:
         """After its last line."""

@@ -28,7 +28,7 @@ from shoal.launch.here.output import LineForwarder, Streams
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.hosts import agent_messages as messages
-from shoal.launch.hosts.machines import Machine, MachineProcess, Machines, ServerHosts
+from shoal.launch.hosts.machines import HostProgram, Machine, MachineProcess, Machines, ServerHosts
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.protocol.endpoint import require_encrypted
 from shoal.runtime.config import RunConfig
@@ -108,12 +108,12 @@ class RemoteProcesses:
 
         At the end of the block nothing is started any more: None.
         """
-        given = msgspec.json.encode(task)
         environ = self._run.spec.config.environ
+        program = HostProgram(AGENT_COMMAND, environ, msgspec.json.encode(task), on_line)
         with self._starting_agent:
             if self._over.is_set():
                 return None
-            agent = self._run.machines.start(machine, AGENT_COMMAND, environ, given, on_line)
+            agent = self._run.machines.start(machine, program)
             self._agents.append(agent)
             name = f"shoal-wait-{machine.name}"
             waiter = threading.Thread(target=lambda: on_end(agent.wait()), name=name, daemon=True)

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from shoal.launch.hosts.machines import HostProcess
+from shoal.launch.hosts.machines import HostProcess, HostProgram
 
 _BUFFERED_CHARS = 1024 * 1024  # the process waits when its lines are read more slowly
 
@@ -41,7 +41,8 @@ class PolledProcess:
             self._lines.clear()
             self._chars, self._returncode, self._is_dropped = 0, None, False
             self._changed.notify_all()
-        self._process = HostProcess(command, environ, given, self._put, self._note_end)
+        program = HostProgram(command, environ, given, self._put)
+        self._process = HostProcess(program, self._note_end)
 
     def read(self, name: str, wait_s: float) -> tuple[list[str], int | None]:
         """Its lines since the last call, and after the last line its exit status.

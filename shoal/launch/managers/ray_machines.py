@@ -21,14 +21,15 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
 from shoal.errors import BadInput
 from shoal.launch.here.process_config import Replication
-from shoal.launch.hosts.machines import Machine, ServerHosts
+from shoal.launch.hosts.machines import HostProgram, Machine, ServerHosts
 from shoal.launch.managers.ray_cluster import (
     Bundle,
     RayNode,
@@ -151,14 +152,7 @@ class RayMachines:
         self._nodes[name] = slot.node
         return Machine(name, slot.address, 1, self._cpus, reserved=f"{_WORKER}{index}")
 
-    def start(
-        self,
-        machine: Machine,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-    ) -> RayProcess:
+    def start(self, machine: Machine, program: HostProgram) -> RayProcess:
         group = self._workers
         of_node: list[int] = []  # actors whose GPUs the process may use
         if machine.reserved.startswith(_WORKER):
@@ -173,10 +167,11 @@ class RayMachines:
             index = self._free(of_node)
         gpus = [gpu for i in of_node for gpu in self._slots[i].gpus]
         if gpus:
-            environ = {**environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            environ = {**program.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            program = replace(program, environ=environ)
         assert group is not None
         try:
-            process = group.run(index, command, environ, given, on_line)
+            process = group.run(index, program)
         except BadInput as error:
             raise BadInput(f"{machine.name}: {error}") from None
         if group is self._workers:

@@ -29,6 +29,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.errors import BadInput
+from shoal.launch.hosts.machines import HostProgram
 from shoal.launch.managers.polled_process import PolledProcess
 from shoal.launch.managers.ray_cluster import Bundle, nodes_now
 from shoal.runtime.waits import Backoff
@@ -199,17 +200,10 @@ class SlotGroup:
                 raise BadInput(f"Ray cannot start its actor again: {why}") from None
         return None
 
-    def run(
-        self,
-        index: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-    ) -> RayProcess:
+    def run(self, index: int, program: HostProgram) -> RayProcess:
         """Start a process in the actor of a bundle."""
-        process = RayProcess(self._actors[index], self._found[index].node, on_line)
-        process.start(command, environ, given)
+        process = RayProcess(self._actors[index], self._found[index].node, program.on_line)
+        process.start(program.command, program.environ, program.given)
         return process
 
     def release(self) -> None:

@@ -22,16 +22,8 @@ from dataclasses import replace
 from shoal.errors import PeerLost
 from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
 from shoal.protocol.connection import Connection
+from shoal.server.client import route
 from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
-from shoal.server.client.route import (
-    RETRY_S,
-    START_TIMEOUT_S,
-    Broken,
-    Caller,
-    MovedAway,
-    Request,
-    Route,
-)
 from shoal.server.messages import SetUp, Stats
 
 FIND_HEAD_S = 10.0  # how long a shard may be without a head
@@ -44,10 +36,10 @@ _READS = {  # every member serves them
 _OF_READERS = {"pull", "rows"}  # channels
 
 
-class ChainRoute(Route):
+class ChainRoute(route.Route):
     """To one shard, wherever its head is. All threads of the worker share one search for it."""
 
-    def __init__(self, caller: Caller, index: int, addresses: Sequence[str]):
+    def __init__(self, caller: route.Caller, index: int, addresses: Sequence[str]):
         super().__init__(caller, index, addresses[0])
         if not isinstance(addresses, CopyAddresses):
             addresses = CopyAddresses(addresses)
@@ -78,7 +70,7 @@ class ChainRoute(Route):
         self._spec = spec
         if descriptor is not None:
             self._descriptor = os.dup(descriptor)
-        self._ensure_head(0, START_TIMEOUT_S)
+        self._ensure_head(0, route.START_TIMEOUT_S)
         self._use_fresh_control()
         if not self._answer.is_over:
             self._interruptions = Interruptions(self.view)
@@ -87,7 +79,7 @@ class ChainRoute(Route):
         return self._answer
 
     def open(self, channel: Channel) -> None:
-        self._connect(channel, channel == "pull", None, START_TIMEOUT_S)
+        self._connect(channel, channel == "pull", None, route.START_TIMEOUT_S)
 
     def close(self) -> None:
         self.is_closing = True
@@ -103,7 +95,7 @@ class ChainRoute(Route):
 
     # ------------------------------------------------------------------ one request
 
-    def aim(self, channel: Channel, request: Request) -> None:
+    def aim(self, channel: Channel, request: route.Request) -> None:
         """Move a channel that leads to another copy than the one for the next request."""
         is_read = self._reading[channel] = request.kind in _READS
         if channel == "control":
@@ -115,19 +107,19 @@ class ChainRoute(Route):
         if request.is_answered:
             self._watch.since_s[channel] = time.monotonic()
 
-    def answered(self, channel: Channel, request: Request, began_s: float) -> None:
+    def answered(self, channel: Channel, request: route.Request, began_s: float) -> None:
         self._watch.since_s.pop(channel, None)
         is_push = request.kind is FrameKind.COMMIT
         if is_push:
             self._acknowledged = (request.sequence, request.argument)
         self._interruptions.answered(channel, began_s, is_push)
 
-    def reconnect(self, channel: Channel, broken: Broken) -> None:
+    def reconnect(self, channel: Channel, broken: route.Broken) -> None:
         """Raises if no head is found in time."""
         self._watch.since_s.pop(channel, None)
         self.check_retry(broken)
         self._interruptions.broken(channel)
-        if isinstance(broken, MovedAway):
+        if isinstance(broken, route.MovedAway):
             self.learn(broken.moved)
         is_read = self._reading.get(channel, False)
         if is_read:
@@ -167,7 +159,7 @@ class ChainRoute(Route):
             readers = [r for r in self.view.readers() if r not in self._unreachable]
             return list(dict.fromkeys([*readers, *heads]))
 
-    def _move(self, channel: Channel, is_read: bool, broken: Broken | None) -> None:
+    def _move(self, channel: Channel, is_read: bool, broken: route.Broken | None) -> None:
         _, found = self._led[channel]
         try:
             if channel == "control":
@@ -209,7 +201,7 @@ class ChainRoute(Route):
     def _reach(self, copy: int, channel: Channel, timeout_s: float) -> Connection:
         try:
             return self.dial(self.addresses[copy], channel, timeout_s)
-        except (OSError, Broken):
+        except (OSError, route.Broken):
             if not self.is_closing:
                 self.addresses.look_again()
             raise
@@ -231,17 +223,17 @@ class ChainRoute(Route):
                     connection = attempt(copy, ask_s)
                     if connection is not None:
                         return copy, connection
-                except MovedAway as moved:
+                except route.MovedAway as moved:
                     reason = moved
                     has_learned = self.learn(moved.moved)
                     if has_learned:
                         break
-                except (OSError, Broken, Refused) as error:
+                except (OSError, route.Broken, Refused) as error:
                     reason = error
             if time.monotonic() - began_s > timeout_s:
                 break
             if not has_learned:
-                time.sleep(RETRY_S)
+                time.sleep(route.RETRY_S)
                 ask_s = min(2 * ask_s, LONGEST_ASK_S)
         after_s = round(time.monotonic() - began_s, 1)
         why = reason.doing if isinstance(reason, PeerLost) else reason or "no copy answers"
@@ -296,7 +288,7 @@ class ChainRoute(Route):
     def set_up(self, copy: int, timeout_s: float) -> Connection:
         """A control connection to a copy that knows this worker and its memory."""
         connection = self._reach(copy, "control", timeout_s)
-        request = Request(FrameKind.SETUP, self._spec, (), (), *self._acknowledged)
+        request = route.Request(FrameKind.SETUP, self._spec, (), (), *self._acknowledged)
         request = replace(request, descriptor=self._descriptor)
         try:
             self._answer = decode(self.ask(connection, request), SetUp)
@@ -311,7 +303,7 @@ class ChainRoute(Route):
         """The copy that pulls go to."""
         return self._led["pull"][0]
 
-    def ask(self, connection: Connection, request: Request) -> bytes:
+    def ask(self, connection: Connection, request: route.Request) -> bytes:
         """The metadata of the answer on such a connection; its payload is skipped."""
         self.send(connection, request)
         answer, meta = self.receive(connection, request.kind)
@@ -321,4 +313,4 @@ class ChainRoute(Route):
     def probe(self, connection: Connection, timeout_s: float, is_final: bool = False) -> bytes:
         """Ask a member that is not the head; MovedAway says in which epoch it is."""
         connection.sock.settimeout(timeout_s)
-        return self.ask(connection, Request(FrameKind.STATS, encode(Stats(is_final))))
+        return self.ask(connection, route.Request(FrameKind.STATS, encode(Stats(is_final))))

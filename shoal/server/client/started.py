@@ -10,16 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.coordinator import CoordinatorError
-from shoal.coordinator.client import open_coordinator
-from shoal.coordinator.etcd_coordinator import EtcdCoordinator
+from shoal.coordinator.client import own_keys
+from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.memory_limit import threads_of
@@ -49,7 +48,7 @@ class StartedServers:
         self._host = met.host
         self._is_for_others = len(met.topology.hosts) > 1
         self._run_dir: RunDir | None = None
-        self._keys: EtcdCoordinator | None = None  # which this worker removes at the end
+        self._keys = ExitStack()  # in etcd, which this worker removes at the end
 
     def launch(self, term: Ps, index: int) -> None:
         """Start process `index`, of servers that are processes; `address_of` waits for it."""
@@ -84,16 +83,9 @@ class StartedServers:
     def start_coordinator(self) -> LaunchedServer:
         """The one that SHOAL_COORDINATOR names, or a process that ends with this one."""
         if self.config.coordinator is not None:
-            coordinator = open_coordinator(replace(self.config, secret=self.secret), "rank 0")
-            if isinstance(coordinator, EtcdCoordinator):
-                self._keys = coordinator
-                try:
-                    coordinator.remove_all()  # a run with the same secret may have left some
-                except CoordinatorError as error:
-                    reason = f"SHOAL_COORDINATOR is {self.config.coordinator}: {error}"
-                    raise BadInput(reason) from error
-            else:
-                coordinator.close()
+            if is_etcd(self.config.coordinator):
+                config = replace(self.config, secret=self.secret)
+                self._keys.enter_context(own_keys(config, "rank 0"))
             return LaunchedServer(self.config.coordinator)
         folder = self._folder()
         config = replace(
@@ -119,10 +111,7 @@ class StartedServers:
         for process in self.processes.values():
             process.wait()
         self.processes = {}
-        if self._keys is not None:
-            with suppress(CoordinatorError), closing(self._keys):
-                self._keys.remove_all()
-            self._keys = None
+        self._keys.close()
         if self._run_dir is not None:
             self._run_dir.remove()
             self._run_dir = None
