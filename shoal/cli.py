@@ -16,6 +16,7 @@ from shoal.errors import BadInput, ShoalError, WorkersFailed
 
 # the usage error of click, which newer versions of typer include
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+_ITS_WORDS = ("Input should be greater than or equal to", "it has to be at least")  # of pydantic
 
 # by name, in the order of the help: a module of shoal/commands/, and its function or Typer. Only
 # the module of the command that is given is loaded: all of them take half a second.
@@ -128,9 +129,10 @@ def _usage_message(error: typer.BadParameter) -> str:
     elif error.ctx is not None and message.startswith("No such option"):
         has_script = any(parameter.name == "args" for parameter in error.ctx.command.params)
         message += "; options of the script stand behind it" if has_script else ""
-    if "\n" in message or error.ctx is None:  # a command without arguments prints its help
+    if "\n" in message:  # a command without arguments prints its help
         return message
-    return f"shoal: {message.rstrip('.')} (see {error.ctx.command_path} --help)"
+    message = message.rstrip(".").replace(*_ITS_WORDS)
+    return f"shoal: {message}" + (f" (see {error.ctx.command_path} --help)" if error.ctx else "")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,9 @@ class Desync(ShoalError, RuntimeError):
         self.peer = peer
         self.peer_call = peer_call
         super().__init__(
-            f"rank {rank} called {call} while rank {peer} called {peer_call}: all ranks of a group "
-            "must call the same operations in the same order"
+            f"rank {rank} called {call} while rank {peer} called {peer_call}: all ranks have to "
+            "make the same calls in the same order, also job.save, where rank 0 writes, job.load "
+            "and job.evaluate: none of them is only for `if job.rank == 0`"
         )
 
 

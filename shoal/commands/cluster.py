@@ -142,11 +142,10 @@ def calibrate_command(
     kept = keep(measured, device) if workers is None else None
     if output is not None:
         write_text(output, text)
-    if kept is None and output is None and not as_json:
-        raise BadInput("the cache folder cannot be written: name a file with -o")
     written = [str(path) for path in (output, kept) if path is not None]
+    where = f"written to {' and '.join(written)}" if written else "not kept: name a file with -o"
     document = {"files": written, "cluster": msgspec.toml.decode(text)}
-    show_parts(document, [*_figures(measured), f"written to {' and '.join(written)}"], as_json)
+    show_parts(document, [*_figures(measured), where], as_json)
 
 
 def _figures(cluster: Cluster) -> Iterator[Part]:

@@ -24,6 +24,9 @@ def is_stream(data: Any) -> bool:
 def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset: bool) -> None:
     """`is_full_dataset`: a step is on all samples."""
     batch_size, epochs = options.batch_size, options.epochs
+    for name, value in (("batch_size", batch_size or 0), ("epochs", epochs)):
+        if not hasattr(value, "__index__"):
+            raise BadInput(f"{name} of job.batches is a whole number, not {value!r}")
     is_dataset = batch_size is not None and not is_stream(data)
     if options.sampler is not None:
         _check_sampler(options.sampler, is_dataset, epochs)

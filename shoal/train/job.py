@@ -319,7 +319,7 @@ class Job(LoopMethods):
         return {
             "rank": self.rank,
             "steps": self.steps,
-            "logged": {name: float(value) for name, value in self._logged.items()},
+            "logged": _numbers(self._logged),
             "evaluated": self._evaluated,
             **self._throughput.report(self._services.tracer.origin_ns),
             "sync": [step.sync.report() for step in self._steps],
@@ -369,7 +369,7 @@ class Job(LoopMethods):
     def _show_log(self) -> None:
         """Show what was logged last."""
         self._is_log_shown = True
-        values = {name: float(value) for name, value in self._logged.items()}
+        values = _numbers(self._logged)
         for name, value in values.items():
             if not math.isfinite(value) and self._loss_watch.reported is None:
                 self._say_once(f"{name} is not a finite number any more")
@@ -438,3 +438,12 @@ class Job(LoopMethods):
         if self._is_first and sentence not in self._printed:
             self._printed.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
+
+
+def _numbers(metrics: dict[str, float | Tensor]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"job.log shows numbers, and each of a dict by job.log(**it): {error}"
+        ) from None

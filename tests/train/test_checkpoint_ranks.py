@@ -12,12 +12,28 @@ import torch
 
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, Desync
 from shoal.train.agreement import Agreement
 from shoal.train.checkpoints import files
 from tests.checkpoints import CPU, file_of, save_some, start
+from tests.comm.threads import on_shm_threads
 from tests.conftest import World
 from tests.models import mlp, samples
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)", "pp(2)"])
+def test_a_save_on_rank_0_only_is_named(tmp_path: Path, strategy: str) -> None:
+    def body(group: Group) -> None:
+        job, step = start(mlp(), group, strategy)
+        for _ in range(2):
+            for batch in job.batches(samples(32), 16):
+                step(batch)
+            if job.rank == 0:
+                job.save(tmp_path / "c")
+
+    with pytest.raises(Desync, match=r"also job\.save, where rank 0 writes"):
+        on_shm_threads(2, body)
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "gossip", "localsgd(every=2)"])

@@ -256,6 +256,23 @@ def test_a_step_refuses_what_is_no_batch_for_its_model() -> None:
         step((x, y))
 
 
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda job, step: next(job.batches(samples(8), "4")), "batch_size .* number, not '4'"),
+        (lambda job, step: next(job.batches(samples(8), 4, epochs=2.5)), "epochs .* not 2.5"),
+        (lambda job, step: job.log(loss={"a": 1.0}), r"job\.log\(\*\*it\).* not 'dict'"),
+        (lambda job, step: job.log(loss=torch.ones(2)), "job.log shows numbers"),
+        (lambda job, step: step.optimizer.param_groups, "lr=… or scheduler=…"),
+    ],
+)
+def test_mistakes_of_scripts_have_a_sentence(use: Any, sentence: str) -> None:
+    job = job_of(progress=Shown())
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(BadInput, match=sentence):
+        use(job, step)
+
+
 def mean_by_hand(out: Tensor, y: Tensor) -> Tensor:
     """As scripts write it; the gradient of 0/0 is no number either."""
     counted = (y >= 0).float()

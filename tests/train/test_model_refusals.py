@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.train.job import Job
 from shoal.train.step.prepare_model import KnownParameters
@@ -33,7 +34,7 @@ from tests.splitting import (
 
 
 @seeded(0)
-def two_layers() -> nn.Module:
+def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -97,6 +98,30 @@ def test_a_loss_that_reads_what_a_hook_has_stored(world: World) -> None:
 
     with pytest.raises(BadInput, match=r"forward hooks, such as that of 1, run"):
         world(2, lambda g: run(g, "pp(2)", two_layers(), script))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)", "pp(2)"])
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda: nn.Linear(6, 7), r"0\.weight \[7, 6\] torch.float32"),
+        (lambda: nn.Linear(6, 8).double(), r"0\.weight .*float64"),
+        (lambda: nn.Linear(6, 8).requires_grad_(False), r"0\.weight .*, not trained"),
+        (lambda: nn.Linear(6, 8, bias=False), r"2\.weight"),
+        (lambda: nn.Bilinear(6, 6, 8), r"0 \(Bilinear\)"),
+    ],
+)
+def test_ranks_with_different_models(
+    world: World, strategy: str, change: Any, difference: str
+) -> None:
+    def body(group: Group) -> None:
+        model = two_layers()
+        if group.rank == 1:
+            model[0] = change()
+        run(group, strategy, model, stepping)
+
+    with pytest.raises(BadInput, match=f"rank 1 has built another .* does not have {difference}"):
+        world(2, body)
 
 
 class OptimizedModule(nn.Sequential):

@@ -149,7 +149,8 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
             rank,
             1,
             f"{who} was still running when worker {finished[0]} had finished: all "
-            "workers have to take the same steps and make the same calls",
+            "workers have to take the same steps and make the same calls, also job.save, where "
+            "rank 0 writes, job.load and job.evaluate: none of them is only for `if job.rank == 0`",
         )
     if report is None and code < 0:
         text = f"{who} {failure.ending}{tail if -code in _CRASHES else ''}"

@@ -69,6 +69,7 @@ class JobCheckpoints:
         self.before_save()
 
         def write() -> None:
+            self._agreement.run(lambda: (None, ""))  # all have come, before some wait for a part
             self._agreement.run(lambda: (None, self._write(path, about)))
 
         self._meetings.hold(write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ from shoal.train.step.run_services import StepContext
 if TYPE_CHECKING:
     from shoal.embedding.module import Embedding
 
+_COMPARED = 1023  # lines that describe a model, each by itself; the others as one
+
 
 def check_modules(model: nn.Module, term: SyncTerm, context: StepContext) -> None:
     """Refuse what the strategy cannot train, where it replaces layers or parameters."""
@@ -69,6 +72,34 @@ def check_modules(model: nn.Module, term: SyncTerm, context: StepContext) -> Non
                 "ddp, zero(1) or zero(2), or keep it as pairs of real numbers and use "
                 "torch.view_as_complex in forward"
             )
+
+
+def check_same_model(model: nn.Module, world: Group, device: torch.device) -> None:
+    """Refuse a model whose layers or tensors have other names, types or shapes than rank 0's.
+
+    One broadcast; where rank 0 is lost before it, the lowest rank that is left stands for it.
+    """
+    if world.size == 1:
+        return
+    lines = [f"{n or 'the model'} ({type(m).__name__})" for n, m in model.named_modules()]
+    lines += [
+        f"{name} {list(t.shape)} {t.dtype}{'' if t.requires_grad else ', not trained'}"
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    compared = [*lines[:_COMPARED], "\n".join(lines[_COMPARED:])]
+    digests = [hashlib.sha256(line.encode()).digest()[:7] for line in compared]
+    own = torch.zeros(_COMPARED + 1, dtype=torch.int64, device=device)
+    own[: len(digests)] = torch.tensor([int.from_bytes(digest, "big") for digest in digests])
+    first = own.clone()
+    world.broadcast(first).wait()
+    if not torch.equal(own, first):
+        [index] = (own != first).nonzero()[0].tolist()
+        what = [*lines, "nothing more"][min(index, len(lines))]
+        raise BadInput(
+            f"rank {world.rank} has built another model than rank 0, which does not have {what} "
+            "there: every rank builds the same one, so let no layer and no size depend on the rank "
+            "or on data that differs between ranks"
+        )
 
 
 class KnownParameters:
@@ -163,6 +194,7 @@ def prepare_model(
         change(model)
     mesh = context.mesh
     device = context.device
+    check_same_model(model, mesh.world, device)
     options = options.resolve(context.strategy, mesh.dp.size, model)
     forward = ForwardSignature(model)  # before a strategy wraps it
     plan = plan_for(term)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch, Batch, DictBatch
 from shoal.data.sampling import FullDatasetBatch
+from shoal.errors import BadInput
 from shoal.replica.batchnorm import forget_statistics, update_running_statistics
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
@@ -72,6 +73,15 @@ class Step:
         self.embeddings: list[Embedding] = self.prepared.embeddings
         self.parameters = KnownParameters(self.model)
         self.compute: Compute = self.engine.run
+
+    @property
+    def optimizer(self) -> NoReturn:
+        """What scripts for one device look for."""
+        raise BadInput(
+            "step.optimizer: the strategy keeps the optimizer, in shards or on servers where it "
+            "says so; give job.step lr=… or scheduler=… for the learning rate, or use job.setup, "
+            "which gives a loop of your own its optimizer"
+        )
 
     def __call__(self, batch: Any) -> Any:
         """The loss; where the loss function returns several numbers, all of them in its form."""
