@@ -333,38 +333,56 @@ def test_a_later_job_of_a_process_may_end_first() -> None:
     first.close()
 
 
-def nan_at(step: int, losses: list[float], where: Path, **options: Any) -> Callable[[Group], Any]:
+PS = 'ps(placement="rank0")'
+
+
+def nan_at(
+    step: int, losses: list[float], where: Path, strategy: str, **options: Any
+) -> Callable[[Group], Any]:
     """Trains seven steps and saves each; the inputs of one of them are nan."""
 
     models = [mlp(), mlp()]
 
     def body(group: Group) -> Any:
-        job = job_of(group)
+        job = Job(parse(strategy), group, device=CPU)
         train = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, **options)
         x, y = samples(12).tensors
-        for number in range(7):
-            given = x * float("nan") if number + 1 == step else x
-            losses.append(float(train((given, y))))
-            job.save(where)
+        try:
+            for number in range(7):
+                given = x * float("nan") if number + 1 == step else x
+                losses.append(float(train((given, y))))
+                job.save(where)
+        finally:
+            job.close()
         return job.steps, train.flat.data.isfinite().all().item()
 
     return body
 
 
-def test_a_run_stops_at_nan_and_keeps_the_checkpoint_before(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)", "pp(2)", PS, f"{PS[:-1]}, quorum=0.5)"])
+def test_a_run_stops_at_nan_and_keeps_the_checkpoint_before(
+    world: World, tmp_path: Path, strategy: str
+) -> None:
     losses: list[float] = []
     with pytest.raises(ShoalError, match=r"the loss of step 4 is not a finite number .* stops"):
-        world(2, nan_at(4, losses, tmp_path))
+        world(2, nan_at(4, losses, tmp_path, strategy))
     assert len(losses) == 2 * 3 and all(map(math.isfinite, losses))
     assert json.loads((tmp_path / "manifest.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize(("on_nan", "is_finite"), [("skip", True), ("go on", False)])
+@pytest.mark.parametrize(
+    ("strategy", "on_nan", "is_finite"),
+    [
+        *((strategy, "skip", True) for strategy in ("ddp", "zero(3)", "pp(2)")),
+        *((strategy, "go on", False) for strategy in ("ddp", "pp(2)", PS)),
+    ],
+)
 def test_a_step_of_nan_is_skipped_on_all_ranks(
-    world: World, tmp_path: Path, on_nan: str, is_finite: bool
+    world: World, tmp_path: Path, strategy: str, on_nan: str, is_finite: bool
 ) -> None:
     losses: list[float] = []
-    assert world(2, nan_at(4, losses, tmp_path, on_nan=on_nan)) == [(7, is_finite)] * 2
+    body = nan_at(4, losses, tmp_path, strategy, on_nan=on_nan)
+    assert world(2, body) == [(7, is_finite)] * 2
     assert sum(map(math.isnan, losses)) == 2 * (1 if is_finite else 4)
 
 

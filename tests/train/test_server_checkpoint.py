@@ -22,11 +22,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from shoal.errors import BadInput, CheckpointError
+from shoal.comm.group import Group
+from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.failpoints import armed
 from shoal.server.process.shard_file import read_shard, read_tensors_of, write_tensors
+from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.servers import read_servers
 from shoal.train.job import Job
 from tests.conftest import World
@@ -106,6 +109,35 @@ def test_a_run_that_continues_has_the_same_bits(
     compression = "" if method is None else f', compress="{method}"'
     strategy = f'ps(placement="workers"{compression})'
     assert_continues(save, partial(train, world, strategy))
+
+
+@pytest.mark.parametrize("strategy", [RANK0, f'{WORKERS[:-1]}, mode="async")'])
+def test_servers_do_not_save_nan_over_a_good_checkpoint(
+    world: World, tmp_path: Path, save: Saving, strategy: str
+) -> None:
+    save(every=1)
+
+    def body(group: Group) -> None:
+        job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+
+        def loss(out: Tensor, y: Tensor) -> Tensor:  # finite, and its gradient in step 6 is not
+            return F.cross_entropy(out, y) + ((out.sum() * 0).sqrt() if job.steps >= 5 else 0)
+
+        step = job.step(convnet(), loss, optimizer=momentum_in_groups)
+        try:
+            for batch in job.batches(DATA, 8, epochs=9):
+                step(batch)
+        finally:
+            job.close()
+
+    with pytest.raises(ShoalError, match=r"the loss of step \d+ is not a finite number"):
+        world(2, body)
+    versions = complete_versions(tmp_path)
+    assert versions
+    for version in versions:
+        assert all(
+            read_shard(file).weights.isfinite().all() for file in version.shard_files() or []
+        )
 
 
 def test_any_strategy_loads_what_servers_saved(

@@ -199,6 +199,8 @@ class ShardSaver(BackgroundWriter):
             def write() -> None:
                 if (version.path / name).exists() or not stays():  # another copy's
                     return
+                if copies[0].isnan().any():
+                    raise RuntimeError("its weights are nan")
                 version.write(name, lambda file: write_tensors(file, tensors, document))
 
             self.start(write)
