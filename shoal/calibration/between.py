@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 import shoal
 from shoal.calibration.device import measured_calls
 from shoal.calibration.kernels import Sample, alternate
-from shoal.calibration.measure import check_seconds
+from shoal.calibration.measure import check_seconds, found_by
+from shoal.calibration.worker import report
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls
 from shoal.comm.call import Call
@@ -25,7 +24,7 @@ from shoal.comm.executors.hierarchical.collectives import InterHost
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.network import BETWEEN, HostNetwork, in_ring_order, open_links
 from shoal.comm.select import exchange_over, shared_store
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.hosts.machines import Machines
 from shoal.launch.hosts.remote import run_remote
@@ -35,7 +34,6 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.tcp.transport import is_built
 
 MODULE = "shoal.calibration.between"
-RESULT = "measured between hosts: "  # begins the line of rank 0 with what it has found
 Found = Mapping[str, Any]
 
 
@@ -46,22 +44,9 @@ def calibrate_between(
     check_seconds(seconds)
     config = replace(config, strategy="ddp", between=None)
     command = [sys.executable, "-m", MODULE, "--seconds", str(seconds)]
-    lines: list[str] = []
-
-    def write(text: str, is_stderr: bool) -> None:
-        lines.extend(text.splitlines())
-
-    run_remote(machines, LaunchSpec(command, workers, config), write)
-    return replace(cluster, between=calls_between(_result(lines), workers))
-
-
-def _result(lines: Iterable[str]) -> Found:
-    for line in lines:
-        _, mark, text = line.partition(RESULT)
-        if mark:
-            found: Found = json.loads(text)
-            return found
-    raise ShoalError("the workers have measured nothing between hosts")
+    spec = LaunchSpec(command, workers, config)
+    found = found_by(lambda write: run_remote(machines, spec, write))
+    return replace(cluster, between=calls_between(found, workers))
 
 
 def calls_between(found: Found, workers: int) -> tuple[MeasuredCalls, ...]:
@@ -140,18 +125,5 @@ def _measured(
     return [{"executor": name, "points": rows} for name, rows in points.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
-    seconds = parser.parse_args().seconds
-
-    def train(job: shoal.Job) -> None:
-        found = measure(job, seconds)
-        if job.rank == 0:  # other hosts may have no common folder: the launcher reads this line
-            print(f"{RESULT}{json.dumps(found)}", flush=True)
-
-    shoal.run(train)
-
-
 if __name__ == "__main__":
-    main()
+    report(measure)

@@ -21,14 +21,15 @@ from shoal.calibration.device import machine_of
 from shoal.cluster import Cluster
 from shoal.cluster.discover import this_machine
 from shoal.cluster.toml_file import cluster_text, read_cluster
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
-from shoal.launch.here.output import discard_lines
+from shoal.launch.here.output import Write
 from shoal.runtime.config import RunConfig
-from shoal.runtime.files import scratch_folder, write_atomically
+from shoal.runtime.files import write_atomically
 from shoal.runtime.memory_limit import cores
 
 MODULE = "shoal.calibration.worker"
+RESULT = "measured by all workers: "  # begins the line of rank 0 with what it has found
 _START_S = 3.0  # until workers have loaded torch
 _LEAST_S = 1.5
 _MOST_S = 86_400.0
@@ -86,12 +87,23 @@ def measured_by(workers: int, seconds: float, device: str | None) -> Any:
     config = RunConfig.from_environment()
     strategy = "ddp" if workers > 1 else "single"
     config = replace(config, strategy=strategy, device=device or config.device)
-    with scratch_folder("calibrate") as folder:
-        result = folder / "result.json"
-        words = ["--seconds", str(seconds), "--result", str(result)]
-        command = [sys.executable, "-m", MODULE, *words]
-        launch(LaunchSpec(command, workers, config, servers=int(workers > 1)), discard_lines)
-        return json.loads(result.read_text(encoding="utf-8"))
+    command = [sys.executable, "-m", MODULE, "--seconds", str(seconds)]
+    spec = LaunchSpec(command, workers, config, servers=int(workers > 1))
+    return found_by(lambda write: launch(spec, write))
+
+
+def found_by(run: Callable[[Write], object]) -> Any:
+    """What rank 0 of a run has measured, from the lines that its workers write.
+
+    Workers of other hosts may have no folder in common with this one.
+    """
+    lines: list[str] = []
+    run(lambda text, is_stderr: lines.extend(text.splitlines()))
+    for line in lines:
+        _, mark, text = line.partition(RESULT)
+        if mark:
+            return json.loads(text)
+    raise ShoalError("the workers have measured nothing")
 
 
 def cache_file(device: str | None = None) -> Path:

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.calibration.kernels import KernelBench, sample_rounds
+from shoal.calibration.measure import RESULT
 from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
@@ -232,19 +232,19 @@ def _together(job: shoal.Job, section: Callable[..., Any], *args: Any) -> Any:
     return section(*args)
 
 
-def main() -> None:
+def report(measure: Callable[[shoal.Job, float], Any]) -> None:
+    """Measure in this worker for `--seconds`; rank 0 prints what it has found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    args = parser.parse_args()
+    seconds = parser.parse_args().seconds
 
     def train(job: shoal.Job) -> None:
-        found = measure(job, args.seconds)
+        found = measure(job, seconds)
         if job.rank == 0:
-            args.result.write_text(json.dumps(found))
+            print(f"{RESULT}{json.dumps(found)}", flush=True)
 
     shoal.run(train)
 
 
 if __name__ == "__main__":
-    main()
+    report(measure)

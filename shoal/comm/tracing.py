@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,19 +20,16 @@ from shoal.runtime.trace import ISSUED, WAIT, Tracer
 from shoal.transport.transport import Work
 
 
+@dataclass(eq=False)
 class TracedWork:
     """Records the wait, and when the operation itself ran; the first time that it ends."""
 
-    def __init__(
-        self, work: Work, tracer: Tracer, kind: str, describe: Callable[[], str], start_ns: int
-    ):
-        """`start_ns` counts where the work does not know its times; 0: it is not recorded."""
-        self._work = work
-        self._tracer = tracer
-        self._kind = kind
-        self._describe = describe
-        self._start_ns = start_ns
-        self._is_recorded = False
+    _work: Work
+    _tracer: Tracer
+    _kind: str
+    _describe: Callable[[], str]
+    _start_ns: int  # counts where the work does not know its times; 0: it is not recorded
+    _is_recorded: bool = False
 
     def wait(self) -> None:
         if self._is_recorded:

@@ -286,6 +286,6 @@ def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
         from shoal.runtime.trace import read_spans
 
         spans = read_spans(folder)
-        write_chrome(spans, file)
+        written = write_chrome(spans, file)
         print_shares(spans)
-        print(f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)")
+        print(written)

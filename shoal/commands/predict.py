@@ -159,8 +159,7 @@ def _simulated_parts(
     if trace is not None:
         from shoal.observe.time_shares import write_chrome  # only where it is needed
 
-        write_chrome(simulated.run.spans_by_rank, trace)
-        yield f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)"
+        yield write_chrome(simulated.run.spans_by_rank, trace)
 
 
 def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> None:

@@ -12,17 +12,7 @@ from typing import Annotated
 import typer
 
 from shoal.cluster.presets import load_cluster
-from shoal.commands import options
-from shoal.commands.launching import (
-    EXAMPLES,
-    WORKER_COMMAND,
-    WorkersOptions,
-    check_engine,
-    command_for,
-    run_quietly,
-    run_shown,
-    traced,
-)
+from shoal.commands import launching, options
 from shoal.commands.output import show
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import MANIFEST
@@ -34,7 +24,7 @@ from shoal.strategy.strategy import as_strategy
 @options.with_fields
 def run(
     script: options.Script,
-    asked: WorkersOptions,
+    asked: launching.WorkersOptions,
     args: options.ScriptArgs = None,
     on: options.On = None,
     logs: options.Logs = None,
@@ -44,14 +34,14 @@ def run(
 ) -> None:
     """Run a training script on several workers of this host, or of an engine's (--on)."""
     if on is not None:
-        check_engine(on)
-    command = command_for(script, args)
+        launching.check_engine(on)
+    command = launching.command_for(script, args)
     asked = asked.resolved(command)
     config = with_cluster(asked.to_config(on, checkpoint, resume), cluster, on)
     if resume and config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
-    with traced(config, asked.trace) as config:
-        run_shown(command, asked.workers or 1, config, asked.report, on, logs)
+    with launching.traced(config, asked.trace) as config:
+        launching.run_shown(command, asked.workers or 1, config, asked.report, on, logs)
 
 
 def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> RunConfig:
@@ -69,7 +59,7 @@ def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> 
 
 @options.with_fields
 def train(
-    asked: WorkersOptions,
+    asked: launching.WorkersOptions,
     example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
     args: options.ScriptArgs = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
@@ -78,15 +68,17 @@ def train(
     ] = None,
 ) -> None:
     """Train an example and save it."""
-    if example not in EXAMPLES:
-        raise BadInput(f"there is no example {example!r}: take one of {', '.join(EXAMPLES)}")
+    if example not in launching.EXAMPLES:
+        raise BadInput(
+            f"there is no example {example!r}: take one of {', '.join(launching.EXAMPLES)}"
+        )
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
-    command = command_for(example, extra)
+    command = launching.command_for(example, extra)
     asked = asked.resolved(command)
     start_s = time.monotonic()
-    with traced(asked.to_config(resume=resume), asked.trace) as config:
-        run_shown(command, asked.workers or 1, config, asked.report)
+    with launching.traced(asked.to_config(resume=resume), asked.trace) as config:
+        launching.run_shown(command, asked.workers or 1, config, asked.report)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 
@@ -110,8 +102,8 @@ def evaluate(
     if not (checkpoint / MANIFEST).exists():
         raise CheckpointError(f"there is no checkpoint at {checkpoint} (no {MANIFEST} in it)")
     if script is not None:
-        asked = WorkersOptions(workers, strategy, device=device)
-        _evaluate_script(checkpoint, command_for(script, args), asked, as_json)
+        asked = launching.WorkersOptions(workers, strategy, device=device)
+        _evaluate_script(checkpoint, launching.command_for(script, args), asked, as_json)
         return
     if workers or strategy:
         raise BadInput("name the script, or the example, behind the checkpoint: -n and -s need it")
@@ -120,7 +112,7 @@ def evaluate(
     start_s = time.monotonic()
     about = read_manifest(checkpoint).get("about")
     name = about.get("example") if isinstance(about, dict) else None
-    if name not in EXAMPLES:
+    if name not in launching.EXAMPLES:
         raise CheckpointError(
             f"the checkpoint at {checkpoint} is not of an example, so there is no test for it: "
             "name its script behind it, with a function evaluate(job, checkpoint)"
@@ -145,15 +137,15 @@ def evaluate(
 
 
 def _evaluate_script(
-    checkpoint: Path, command: list[str], asked: WorkersOptions, as_json: bool
+    checkpoint: Path, command: list[str], asked: launching.WorkersOptions, as_json: bool
 ) -> None:
     """On workers that call its test function; what they print is shown, unless JSON is."""
     start_s = time.monotonic()
     target = command[2:] if command[1] == "-m" else command[1:]
     with scratch_folder("eval") as folder:
         result = folder / "result.json"
-        words = [*WORKER_COMMAND, "eval", str(checkpoint), str(result), *target]
-        launch_workers = run_quietly if as_json else run_shown
+        words = [*launching.WORKER_COMMAND, "eval", str(checkpoint), str(result), *target]
+        launch_workers = launching.run_quietly if as_json else launching.run_shown
         launch_workers(words, asked.workers or 1, asked.to_config())
         metrics = json.loads(result.read_text("utf-8")) if result.is_file() else {}
     seconds = time.monotonic() - start_s

@@ -82,8 +82,7 @@ def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None
     from shoal.observe.time_shares import print_shares, write_chrome
 
     spans = found.run.spans_by_rank
-    if trace is not None:
-        write_chrome(spans, trace)
+    written = None if trace is None else write_chrome(spans, trace)
     if as_json:
         return
     print_shares(dict(list(spans.items())[:_MOST_SHOWN]))
@@ -91,8 +90,8 @@ def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None
         print(f"and {len(spans) - _MOST_SHOWN} more ranks")
     if found.left_out:
         print(f"{found.left_out} micro-batches of the steady state are added, not simulated")
-    if trace is not None:
-        print(f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)")
+    if written is not None:
+        print(written)
 
 
 def _busiest(found: SimulatedStep) -> str:

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.commands import options
-from shoal.commands.launching import (
-    check_engine,
-    check_trained,
-    command_for,
-    config_for,
-    run_quietly,
-    strategy_for,
-)
+from shoal.commands import launching, options
 from shoal.commands.output import show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.python_fork import can_fork, load
@@ -79,11 +71,11 @@ class ScriptRuns:
         folder.mkdir()
         config = replace(self.configs[workers > 1], capture=CaptureConfig(folder, steps, **options))
         on = self.on if workers > 1 else None
-        run_quietly(self.command, workers, config, self.forks, on)
-        check_trained(folder / "capture.json")
+        launching.run_quietly(self.command, workers, config, self.forks, on)
+        launching.check_trained(folder / "capture.json")
         run = CapturedRun.read(folder)
         if not run.losses:
-            check_trained(folder / "loss")
+            launching.check_trained(folder / "loss")
         if run.goes_on:
             raise BadInput(
                 f"the script catches the exception that ends it after {counted(steps, 'step')}, as "
@@ -151,14 +143,17 @@ def verify(
     first 3 steps in double precision, where rounding vanishes and an error does not.
     """
     if on is not None:
-        check_engine(on)
-    command = command_for(script, args)
-    value = strategy_for(strategy, workers)
+        launching.check_engine(on)
+    command = launching.command_for(script, args)
+    value = launching.strategy_for(strategy, workers)
     if not value.is_synchronous:
         raise BadInput(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
-    configs = (config_for(value.reference, seed, device), config_for(value, seed, device))
+    configs = (
+        launching.config_for(value.reference, seed, device),
+        launching.config_for(value, seed, device),
+    )
     from shoal.observe.verify import judge  # torch: only after the options were checked
 
     with scratch_folder("verify") as folder:

@@ -23,13 +23,7 @@ from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
 from shoal.errors import BadInput, StopTraining
-from shoal.observe.model_sizes import (
-    activation_bytes,
-    loop_sizes,
-    other_bytes,
-    parameters_without_memory,
-    sizes_of,
-)
+from shoal.observe import model_sizes
 from shoal.replica.expert.mixtures import mixtures_for
 from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.loss import BoundLoss, LossFunction
@@ -100,12 +94,12 @@ def stage_sizes(
 ) -> list[ModelSizes]:
     """The sizes of each stage, with the parameters that it will hold."""
     if stages is None:
-        return [sizes_of(model, optimizer)]
+        return [model_sizes.sizes_of(model, optimizer)]
     sizes = []
     for stage in range(stages.stages):
         held = {name: holders for name, holders in stages.holders.items() if stage in holders}
         duplicates = frozenset(name for name, holders in held.items() if stage > min(holders))
-        of_stage = sizes_of(model, optimizer, list(held))
+        of_stage = model_sizes.sizes_of(model, optimizer, list(held))
         sizes.append(replace(of_stage, is_stage=True, duplicates=duplicates))
     return sizes
 
@@ -155,7 +149,7 @@ class EstimateJob(Job):
         self._is_own_loop = False
 
     def around_script(self) -> AbstractContextManager[None]:
-        return parameters_without_memory()
+        return model_sizes.parameters_without_memory()
 
     def step(self, model: nn.Module, loss: LossFunction | None = None, **options: Any) -> Any:
         optimizer = options.pop("optimizer")
@@ -181,10 +175,12 @@ class EstimateJob(Job):
         strategy = self._strategy
         if strategy.sync is not None:
             strategy = replace(strategy, sync=strategy.sync.in_own_loop())
-        sizes = loop_sizes(models, [o for o in objects if not isinstance(o, nn.Module)])
+        sizes = model_sizes.loop_sizes(models, [o for o in objects if not isinstance(o, nn.Module)])
         self._estimates += [memory_of(strategy, self._workers, [s], [None]) for s in sizes]
         self._servers += [servers_of(strategy, self._workers, [s]) for s in sizes]
-        others = WorkerMemory(other_bytes(models, sizes), gradients=0, optimizer=0, activations=0)
+        others = WorkerMemory(
+            model_sizes.other_bytes(models, sizes), gradients=0, optimizer=0, activations=0
+        )
         self._estimates.append([others] * self._workers)
         self._whys = ["the script computes the loss in a loop of its own"]
         return objects[0] if len(objects) == 1 else objects
@@ -218,7 +214,7 @@ class EstimateJob(Job):
         split = split_model(model, pp)
         activations: Sequence[int | None] = [None] * (split.stages if split else 1)
         try:
-            virtual = activation_bytes(model, loss, micro, options.precision, split)
+            virtual = model_sizes.activation_bytes(model, loss, micro, options.precision, split)
             activations = stage_activations(virtual, pp, microbatches)
         except Exception as error:  # whatever the user's model does with a fake tensor
             self._whys.append(first_line(error))

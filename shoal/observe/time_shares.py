@@ -114,8 +114,10 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def write_chrome(spans_by_rank: dict[int, list[trace.Span]], file: Path) -> None:
+def write_chrome(spans_by_rank: dict[int, list[trace.Span]], file: Path) -> str:
+    """A sentence that says where it is."""
     file.write_text(json.dumps({"traceEvents": trace.chrome_events(spans_by_rank)}))
+    return f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)"
 
 
 def print_shares(spans_by_rank: dict[int, list[trace.Span]]) -> None:

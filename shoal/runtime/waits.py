@@ -45,6 +45,7 @@ class WaitSource(Protocol):
     def current_wait(self) -> LongWait | None: ...
 
 
+@dataclass(eq=False, slots=True)
 class waiting:  # reads as a statement: `with waiting(…)`
     """While the block runs, this thread waits for a peer.
 
@@ -52,21 +53,12 @@ class waiting:  # reads as a statement: `with waiting(…)`
     allows (`patience` times the limit); it has to make the wait end.
     """
 
-    __slots__ = ("_doing", "_whom", "give_up", "patience", "since_ns", "who")
-
-    def __init__(
-        self,
-        who: str,
-        whom: str | Callable[[], str],
-        doing: str,
-        give_up: Callable[[float], object] | None = None,
-        patience: float = 1.0,
-    ):
-        self.who = who
-        self._whom = whom
-        self._doing = doing
-        self.give_up = give_up
-        self.patience = patience
+    who: str
+    _whom: str | Callable[[], str]
+    _doing: str
+    give_up: Callable[[float], object] | None = None
+    patience: float = 1.0
+    since_ns: int = 0
 
     def __enter__(self) -> None:
         self.since_ns = time.monotonic_ns()

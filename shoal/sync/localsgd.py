@@ -21,15 +21,7 @@ from shoal.errors import CheckpointError
 from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms import Localsgd
-from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs, under
-from shoal.sync.compressed_sum import (
-    CompressedSum,
-    check_number,
-    check_size,
-    compressed_memory,
-    make_compressed_sum,
-    synchronize_copies,
-)
+from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, compressed_sum, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept, mean_state
 
@@ -75,7 +67,7 @@ class Outer:
         """Refuse what `load_state` could not take: all of the optimizer's tensors, or none."""
         state = under(f"{self.name}/", saved)
         if "rounds" in state:
-            check_number(state.pop("rounds"))
+            compressed_sum.check_number(state.pop("rounds"))
         expected = (expected_state(self.optimizer) or {}).get(self.weights, {})
         if state and set(state) != set(expected):
             raise CheckpointError(
@@ -136,9 +128,9 @@ class LocalSgdSync(Sync):
         self.undo_steps = term.every if term.elastic else 0
         self.outer = Outer(term.outer, self.agreed) if term.outer else None
         self._body = slice(flat.offset, flat.size)
-        self.sums: CompressedSum | None = None
+        self.sums: compressed_sum.CompressedSum | None = None
         if term.compress:
-            self.sums = make_compressed_sum(
+            self.sums = compressed_sum.make_compressed_sum(
                 term.compress, flat, self.group, [self._body], replica.copies
             )
         self._gaps = flat.gaps()
@@ -208,7 +200,7 @@ class LocalSgdSync(Sync):
         difference[self._gaps] = 0.0
         if self.sums is not None:
             self.sums.clear_unused()
-            synchronize_copies(self.flat, difference, self._copies)
+            compressed_sum.synchronize_copies(self.flat, difference, self._copies)
         return loss[0].clone()
 
     def _mean_statistics(self) -> Tensor:
@@ -252,9 +244,9 @@ class LocalSgdSync(Sync):
     def check_state(self, tensors: dict[str, Tensor]) -> None:
         saved = under("weights/", tensors)
         if "agreed" in saved:
-            check_size(saved["agreed"], self.agreed)
+            compressed_sum.check_size(saved["agreed"], self.agreed)
         if "since" in saved:
-            check_number(saved["since"])
+            compressed_sum.check_number(saved["since"])
         if self.outer is not None:
             self.outer.check_state(saved)
         if self.sums is not None:
@@ -297,7 +289,9 @@ class LocalSgdPlan(SyncPlan[Localsgd]):
         if self.term.compress is None:
             return replace(plain, copies=copies)
         body = slice(sizes.flat.offset, sizes.flat.size)
-        compressed = compressed_memory(self.term.compress, sizes, [body], rank, replicas)
+        compressed = compressed_sum.compressed_memory(
+            self.term.compress, sizes, [body], rank, replicas
+        )
         in_flight = sizes.buffer + compressed.in_flight
         return replace(plain, copies=copies, residuals=compressed.residuals, in_flight=in_flight)
 

@@ -9,16 +9,9 @@ from urllib.parse import urlsplit
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from shoal.comm.store import session
 from shoal.comm.store.authenticated import RendezvousStore
 from shoal.comm.store.service import StoreService
-from shoal.comm.store.session import (
-    BadFrame,
-    Operation,
-    StoreLink,
-    StoreReply,
-    StoreRequest,
-    connect,
-)
 
 
 class GuardedStore(Store):
@@ -37,7 +30,7 @@ class GuardedStore(Store):
         self._secret = secret
         self._lock = threading.Lock()
         self._clones: list[Store] = []
-        self._free = [connect(self._address, secret, timeout_s)]
+        self._free = [session.connect(self._address, secret, timeout_s)]
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", [key], value.encode() if isinstance(value, str) else bytes(value))
@@ -70,19 +63,19 @@ class GuardedStore(Store):
 
     def _ask(
         self,
-        operation: Operation,
+        operation: session.Operation,
         keys: list[str],
         value: bytes = b"",
         number: int = 0,
         limit: timedelta | None = None,
-    ) -> StoreReply:
+    ) -> session.StoreReply:
         limit_s = (limit or self.timeout).total_seconds()
         link = self._take()
         try:
-            reply = link.ask(StoreRequest(operation, keys, value, number), limit_s)
+            reply = link.ask(session.StoreRequest(operation, keys, value, number), limit_s)
         except BaseException as error:  # an answer would come to the next request
             link.close()
-            if not isinstance(error, OSError | BadFrame):
+            if not isinstance(error, OSError | session.BadFrame):
                 raise
             why = f"the connection was closed: {error}"
             if isinstance(error, TimeoutError):
@@ -94,11 +87,11 @@ class GuardedStore(Store):
             raise DistStoreError(f"the rendezvous at {self._name}: {reply.refusal}")
         return reply
 
-    def _take(self) -> StoreLink:
+    def _take(self) -> session.StoreLink:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return connect(self._address, self._secret, self.timeout.total_seconds())
+        return session.connect(self._address, self._secret, self.timeout.total_seconds())
 
     @property
     def _name(self) -> str:

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +90,7 @@ _POLL_S = 0.5
 _UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up
 
 
+@dataclass(eq=False)
 class WorkerGroup:
     """Where this rank is among the others, and the group that it opens with them.
 
@@ -96,15 +98,14 @@ class WorkerGroup:
     called from another thread when a rank exits before it has joined.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        placement: Placement | None,
-        config: RunConfig,
-        number: int,
-        fail: Callable[[Exception], None],
-    ):
-        self.placement = placement
+    _strategy: Strategy
+    placement: Placement | None
+    _config: RunConfig
+    _number: int
+    _fail: Callable[[Exception], None]
+
+    def __post_init__(self) -> None:
+        strategy, placement, config = self._strategy, self.placement, self._config
         self.rank, self.size = (placement.rank, placement.size) if placement else (0, 1)
         self.device = asked_device(config.device)
         self.membership: GroupMembership | None = None  # of an elastic run
@@ -113,11 +114,7 @@ class WorkerGroup:
         is_ours = placement is not None and placement.launcher == "shoal"
         self.run_dir = config.run_dir if is_ours else None
         self.comes_back = config.takes_back and strategy.takes_back and not strategy.is_elastic
-        self._strategy = strategy
         self._term = strategy.sync_for(self.size)
-        self._config = config
-        self._number = number
-        self._fail = fail
         self._asks_hosts = False  # the other ranks have to say first which of them are here
         if placement is not None and self._term.communicates:
             shares_gpus = placement.has_several_agents and self.device.type == "cuda"

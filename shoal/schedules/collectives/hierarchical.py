@@ -21,18 +21,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
-from shoal.schedules.collectives import Collective
-from shoal.schedules.collectives.direct import (
-    direct_all_gather,
-    direct_reduce_scatter,
-    star_broadcast,
-    star_reduce,
-)
-from shoal.schedules.collectives.doubling import (
-    doubling_all_gather,
-    halving_all_reduce,
-    halving_reduce_scatter,
-)
+from shoal.schedules.collectives import Collective, direct, doubling
 from shoal.schedules.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable
 from shoal.schedules.collectives.tree import tree_broadcast, tree_reduce
@@ -41,9 +30,9 @@ Make = Callable[[int], Collective]
 
 INNER: dict[str, tuple[Make, Make]] = {
     "ring": (ring_reduce_scatter, ring_all_gather),
-    "halving": (halving_reduce_scatter, doubling_all_gather),
-    "direct": (direct_reduce_scatter, direct_all_gather),
-    "star": (star_reduce, star_broadcast),
+    "halving": (doubling.halving_reduce_scatter, doubling.doubling_all_gather),
+    "direct": (direct.direct_reduce_scatter, direct.direct_all_gather),
+    "star": (direct.star_reduce, direct.star_broadcast),
     "tree": (tree_reduce, tree_broadcast),
 }
 _LEADING = ("star", "tree")  # only the first rank of a node communicates with others
@@ -54,7 +43,7 @@ def hierarchical_all_reduce(
     node: int | None = None,
     rack: int | None = None,
     inner: str = "ring",
-    outer: Make = halving_all_reduce,
+    outer: Make = doubling.halving_all_reduce,
     name: str = "hierarchical",
 ) -> Collective:
     """Nodes of `node` ranks, racks of `rack` nodes; `outer` is any all-reduce.

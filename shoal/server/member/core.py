@@ -29,15 +29,7 @@ from shoal.server.chain import Entry, messages, take
 from shoal.server.chain.manager import ChainManager, ReadLease
 from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import Count
-from shoal.server.member.operations import (
-    OnCommitted,
-    Operation,
-    Proposed,
-    Pushed,
-    decode_message,
-    read_payload,
-    with_op,
-)
+from shoal.server.member import operations
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace, Elsewhere
 from shoal.server.messages import WireMessage
@@ -114,7 +106,7 @@ class Waiter:
     node: ChainNode
     position: int
     is_early: bool  # it is answered before it is committed
-    on_committed: OnCommitted | None = None
+    on_committed: operations.OnCommitted | None = None
     outcome: Outcome | None = None
     woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
 
@@ -168,7 +160,7 @@ class ChainCore:
         self.is_closed = False
         self._on_reset = on_reset
         self._unapplied: deque[Entry] = deque()  # taken under `applying`
-        self._uncommitted: deque[tuple[int, Operation]] = deque()  # that are applied
+        self._uncommitted: deque[tuple[int, operations.Operation]] = deque()  # that are applied
         self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
         self._new_node(time.time_ns())
 
@@ -271,7 +263,7 @@ class ChainCore:
             while (entry := take(self._unapplied, position)) is not None:
                 self._apply(entry.position, entry.op)
 
-    def _apply(self, position: int, proposed: Proposed) -> None:
+    def _apply(self, position: int, proposed: operations.Proposed) -> None:
         operation = proposed.operation
         outcome = self._outcome_of(proposed)
         with self.changed:
@@ -285,7 +277,7 @@ class ChainCore:
             self._note_news()
         self.on_applied()
 
-    def _outcome_of(self, proposed: Proposed) -> Outcome:
+    def _outcome_of(self, proposed: operations.Proposed) -> Outcome:
         try:
             return proposed.operation.apply(self.host, proposed.payload), None
         except (Refused, ModelFailure) as error:
@@ -317,7 +309,7 @@ class ChainCore:
 
     def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None:
         """A message of another copy; its payload is read without the lock."""
-        message, operation = decode_message(meta)
+        message, operation = operations.decode_message(meta)
         if operation is None:
             if header.payload_bytes:
                 raise Refused(f"{type(message).__name__} has no payload")
@@ -327,12 +319,12 @@ class ChainCore:
         pass_push("push.received", operation)
         if not self._expects(sender, message):
             connection.skip(header.payload_bytes)
-            self.deliver(sender, with_op(message, None))
+            self.deliver(sender, operations.with_op(message, None))
             return
         pass_push("push.deduplicated", operation)
-        payload = read_payload(self.host, operation, connection, header.payload_bytes)
+        payload = operations.read_payload(self.host, operation, connection, header.payload_bytes)
         pass_push("push.validated", operation)
-        self.deliver(sender, with_op(message, Proposed(operation, payload)))
+        self.deliver(sender, operations.with_op(message, operations.Proposed(operation, payload)))
 
     def _expects(self, sender: int, message: messages.Append | messages.Teach) -> bool:
         """Whether this message would be appended, as far as can be said without the lock."""
@@ -385,7 +377,7 @@ class ChainCore:
             failpoint("snapshot.rename")
 
 
-def pass_push(name: str, operation: Operation | None) -> None:
+def pass_push(name: str, operation: operations.Operation | None) -> None:
     """A failpoint of pushes."""
-    if isinstance(operation, Pushed):
+    if isinstance(operation, operations.Pushed):
         failpoint(name)

@@ -196,28 +196,23 @@ class Keeper:
         self._runtime.reconfigure(lambda manager: manager.know(request.config, stored.version))
 
 
+@dataclass(eq=False, repr=False)
 class Leading:
     """One thread, and one more for each model that is followed, or whose step is being closed."""
 
-    def __init__(
-        self,
-        runtime: ChainRuntime,
-        address: Callable[[int], str | None],
-        secret: bytes,
-        tls: TlsConfig,
-    ):
-        """`address` of a process; those of shard 0 come first."""
-        self._runtime = runtime
-        self._address = address
-        self._secret = secret
-        self._tls = tls
+    _runtime: ChainRuntime
+    _address: Callable[[int], str | None]  # of a process; those of shard 0 come first
+    _secret: bytes
+    _tls: TlsConfig
+
+    def __post_init__(self) -> None:
         self._following: dict[int, tuple[ServedModel, Follower]] = {}
         self._closing: dict[int, threading.Thread] = {}
         self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
         self._looks = Periodic("shoal-leading", _POLL_S, self._look)
         self.start = self._looks.start
-        runtime.on_applied = self._note_applied
-        runtime.on_loss = self._looks.poke
+        self._runtime.on_applied = self._note_applied
+        self._runtime.on_loss = self._looks.poke
 
     def close(self, join_s: float) -> None:
         self._looks.close(join_s)

@@ -34,14 +34,7 @@ from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
 from shoal.server.shared_memory import Tell, bytes_of
-from shoal.sync import under
-from shoal.sync.compressed_sum import (
-    check_residuals,
-    is_alike,
-    synchronize_copies,
-    take_residual,
-    unused_positions,
-)
+from shoal.sync import compressed_sum, under
 from shoal.sync.optimizer_step import OptimizerStep
 
 
@@ -156,7 +149,7 @@ class CompressedPush(GradientPush):
         self.pushes = 0
         self.pushed_bytes = 0
         self._gaps = flat.gaps()
-        self._unused = unused_positions(flat, copies)
+        self._unused = compressed_sum.unused_positions(flat, copies)
         rule = client.specs[0].rule
         may_be_dropped = rule.quorum is not None and not rule.fold
         self._residual_before = self.residual.clone() if may_be_dropped else None
@@ -215,17 +208,17 @@ class CompressedPush(GradientPush):
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
         saved = under(PREFIX, tensors)
-        check_residuals(saved, self.residual)
+        compressed_sum.check_residuals(saved, self.residual)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take this worker's residual back; another number of workers divides the sum equally."""
         saved = under(PREFIX, tensors)
         rank = self.client.rank
-        take_residual(saved, self.residual, rank, self.client.specs[0].rule.workers)
+        compressed_sum.take_residual(saved, self.residual, rank, self.client.specs[0].rule.workers)
         self.residual[self._unused] = 0.0
         for index, packing in enumerate(self.packings):
             basis = saved.get(f"worker/{rank}/basis/{index}")
-            if basis is not None and is_alike(basis, packing.basis):
+            if basis is not None and compressed_sum.is_alike(basis, packing.basis):
                 packing.basis = basis.to(self.flat.device)
 
     def _state_of(self, worker: int) -> dict[str, Tensor]:
@@ -283,7 +276,7 @@ class UpdateOnServers:
         with self.update.tracer.span(WAIT, f"copy weights of version {result.version}"):
             params = slice(self.flat.offset, self.flat.size)
             self.flat.data[params].copy_(self.client.inbox[params])
-            synchronize_copies(self.flat, self.flat.data, self.copies)
+            compressed_sum.synchronize_copies(self.flat, self.flat.data, self.copies)
         self.flat.zero_grad()
 
     def finish_step(self) -> None:
@@ -316,7 +309,7 @@ class UpdateOnWorkers(UpdateOnServers):
         with self.update.tracer.span(WAIT, f"copy gradients of version {result.version}"):
             params = slice(self.flat.offset, self.flat.size)
             grads.buffer[params].copy_(self.client.inbox[params])
-            synchronize_copies(self.flat, grads.buffer, self.copies)
+            compressed_sum.synchronize_copies(self.flat, grads.buffer, self.copies)
         grads.header.copy_(result.loss_flags)
         grads.publish()
 

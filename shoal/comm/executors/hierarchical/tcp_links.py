@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -70,22 +71,18 @@ class TcpInterHost:
         return RemotePeerLost(self.labels[lost.rank], peer, lost.doing, lost.after_s)
 
 
+@dataclass(eq=False)
 class TcpLinks:
-    """One engine for a group and all its subsets. `ranks` are those of the engine."""
+    """One engine for a group and all its subsets."""
 
-    def __init__(
-        self,
-        engine: TcpEngine,
-        topology: Topology,
-        timeout_s: float,
-        ranks: Sequence[int] | None = None,
-        name: str = "",
-    ):
-        self._engine = engine
-        self._topology = topology
-        self._timeout_s = timeout_s
-        self._ranks = list(range(engine.size)) if ranks is None else list(ranks)
-        self._name = name
+    _engine: TcpEngine
+    _topology: Topology
+    _timeout_s: float
+    _ranks: Sequence[int] = ()  # of the engine; default: all
+    _name: str = ""
+
+    def __post_init__(self) -> None:
+        self._ranks = self._ranks or range(self._engine.size)
 
     def inter_host(self) -> TcpInterHost | None:
         column = column_of(self._topology)
