@@ -108,7 +108,28 @@ def Reading(self: Any, x: Tensor) -> Tensor:
     return self.head(x + self.first.shift)
 
 
-KINDS = [Siamese, Apart, Looped, Conditioned, Rescaled, InPlace, AskedFor, Reading]
+@model(
+    layers=linears(4), norms=lambda: nn.ModuleList(nn.LayerNorm(6) for _ in range(3)), head=(6, 3)
+)
+def TwoLists(self: Any, x: Tensor) -> Tensor:
+    x = opaque(x)
+    for i, layer in enumerate(self.layers[:-1]):
+        x = torch.relu(self.norms[i](layer(x)))
+    return self.head(self.layers[-1](x))
+
+
+@model(norm=lambda: nn.LayerNorm(6), blocks=linears(3), head=(6, 3))
+def Either(self: Any, x: Tensor) -> Tensor:
+    """The norm stands before the blocks or behind them."""
+    is_last = len(self.blocks) > 3
+    x = opaque(x) if is_last else self.norm(opaque(x))
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+    return self.head(self.norm(x) if is_last else x)
+
+
+KINDS = [Siamese, Apart, Looped, Conditioned, Rescaled, InPlace, AskedFor, Reading, TwoLists]
+KINDS += [Either]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,12 +47,14 @@ class _Reader(ast.NodeVisitor):
     `calls` are the attributes of self that are called, or whose modules are in a loop over them,
     once for every place, and twice in a loop around it. Of two branches only one counts, and none
     that leaves the forward. `paths` are calls of what is inside of a child, as of blocks[0].norm;
-    `reads` the other attributes of children, as head.weight.
+    `reads` the other attributes of children, as head.weight; `loops` the lists of modules that a
+    loop goes over at once.
     """
 
     def __init__(self, kind: type):
         self.names: list[str] = []
         self.calls: list[str] = []
+        self.loops: list[set[str]] = []
         self.paths: set[str] = set()
         self.reads: set[str] = set()
         self._kind = kind
@@ -97,9 +99,11 @@ class _Reader(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         """Over modules, as in `for block in self.blocks`; or around calls, which come again."""
         is_count = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range"
-        for inside in ast.walk(node.iter) if not is_count else ():
-            if isinstance(inside, ast.Attribute) and self._is_mine(inside):
-                self._call(inside.attr)
+        over = [path for n in ast.walk(node.iter) if (path := self._path(n))]
+        for name in over if not is_count else ():
+            self._call(name)
+        numbered = [self._path(n.value) for n in ast.walk(node) if isinstance(n, ast.Subscript)]
+        self.loops.append({*over, *numbered})
         self.visit(node.iter)
         for _ in range(2 if is_count else 1):
             for statement in [*node.body, *node.orelse]:
@@ -111,7 +115,7 @@ class _Reader(ast.NodeVisitor):
             self.names = [other for other in self.names if other != name]
         self.calls.append(name)
 
-    def _path(self, node: ast.expr) -> str:
+    def _path(self, node: ast.AST) -> str:
         """The name of self.CHILDREN[0].CHILD; empty where it is not one."""
         if self._is_mine(node):
             return node.attr  # type: ignore[attr-defined,no-any-return]
@@ -122,25 +126,21 @@ class _Reader(ast.NodeVisitor):
             return f"{path}.{index}" if path and isinstance(index, int) else ""
         return ""
 
-    def visit_If(self, node: ast.If) -> None:
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
         self.visit(node.test)
+        body, other = ([b] if isinstance(b, ast.expr) else b for b in (node.body, node.orelse))
         start = len(self.calls)
-        for statement in node.body:
+        for statement in body:
             self.visit(statement)
-        if isinstance(node.body[-1], (ast.Return, ast.Raise)):
+        if isinstance(body[-1], (ast.Return, ast.Raise)):
             del self.calls[start:]
         before = set(self.calls[start:])
         middle = len(self.calls)
-        for statement in node.orelse:
+        for statement in other:
             self.visit(statement)
         self.calls[middle:] = [name for name in self.calls[middle:] if name not in before]
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        self.visit(node.body)
-        middle = len(self.calls)
-        self.visit(node.orelse)
-        del self.calls[middle:]
+    visit_IfExp = visit_If
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         inner = node.value
@@ -154,7 +154,7 @@ class _Reader(ast.NodeVisitor):
             self.reads.add(self._path(node))
             self.visit(inner)
 
-    def _is_mine(self, node: ast.expr) -> bool:
+    def _is_mine(self, node: ast.AST) -> bool:
         """self.CHILD"""
         is_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         return is_name and node.value.id == self._self  # type: ignore[attr-defined]
@@ -201,6 +201,12 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
         elif next(child.parameters(), None) is not None:
             units.append(SplitUnit(child_name, child))
         inside[key] = [unit for unit in units[start:] if not unit.is_repeated]
+    depth = full_name(name, "list").count(".")
+    for loop in read.loops:  # over layers and norms: the first of each, then the second
+        lists = {key for key in loop if isinstance(module._modules.get(key), nn.ModuleList)}
+        together = [unit for unit in units if unit.name.split(".")[depth] in lists]
+        ordered = iter(sorted(together, key=lambda unit: int(unit.name.split(".")[depth + 1])))
+        units = [next(ordered) if unit in together else unit for unit in units]
     if "get_input_embeddings" in read.names:  # of Hugging Face, wherever that module is
         embedding = module.get_input_embeddings()  # type: ignore[operator]
         units.sort(key=lambda unit: unit.module is not embedding)

@@ -91,20 +91,11 @@ class StageShard(ReplicaShard):
         return id(parameter) in self._counted_ids
 
     def reduce_tied_grads(self) -> None:
-        """Replace the gradient of every tied weight by the sum over its holders.
-
-        Every holder sends its gradient to the others, and all add them up in the same order.
-        """
-        rank = self.group.rank
+        """Replace the gradient of every tied weight by the sum over its holders, in their order."""
         for p, holders in self._tied:
-            others = [stage for stage in holders if stage != rank]
-            sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
-            grads = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
-            grads[rank] = p.grad
-            present = [g for stage in holders if (g := grads[stage]) is not None]
+            grads = self._exchange([p.grad], holders, _TAG)
+            present = [grad for (grad,) in grads if grad is not None]
             p.grad = functools.reduce(torch.add, present) if present else None
-            for message in sent:
-                message.wait()
 
     @property
     def compute_module(self) -> nn.Module | None:
@@ -214,15 +205,18 @@ class StageShard(ReplicaShard):
         if self.changed_by_batch is None or len(microbatches) == 1:
             engine.written_once = self._written
 
-    def _exchange(self, tree: Tree) -> list[Tree]:
-        """The trees of all stages, in their order, on every one."""
-        others = [stage for stage in range(self.group.size) if stage != self.group.rank]
-        sent = [self.channel.send(tree, stage, _RESULT_TAG) for stage in others]
-        trees = {stage: self.channel.recv(stage, _RESULT_TAG) for stage in others}
+    def _exchange(
+        self, tree: Tree, stages: Sequence[int] | None = None, tag: int = _RESULT_TAG
+    ) -> list[Tree]:
+        """The trees of these stages, or of all, in their order, on each of them."""
+        stages = range(self.group.size) if stages is None else stages
+        others = [stage for stage in stages if stage != self.group.rank]
+        sent = [self.channel.send(tree, stage, tag) for stage in others]
+        trees = {stage: self.channel.recv(stage, tag) for stage in others}
         for message in sent:
             message.wait()
         trees[self.group.rank] = tree
-        return [trees[stage] for stage in range(self.group.size)]
+        return [trees[stage] for stage in stages]
 
     def _check_same_cuts(self, device: torch.device) -> None:
         """All stages must have split the same model at the same points."""
