@@ -74,7 +74,7 @@ class Attack:
     def _start(self, script: str, *options: str) -> None:
         (self.folder / "train.py").write_text(script)
         env = {**os.environ, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
-        env |= {"SHOAL_WAIT_NOTICE": "0.5", "SHOAL_WAIT_REPEAT": "5"}
+        env |= {"SHOAL_WAIT_NOTICE": "0.5", "SHOAL_WAIT_REPEAT": "5", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "shoal", "run", "train.py", "-n", str(WORKERS)]
         command += ["-s", self.strategy, *options]
         with (self.folder / "out").open("w") as out:

@@ -25,8 +25,9 @@ RECIPES = FOLDER.parent / "recipes"
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp", "ps", "pp(2)"])
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("[a-z]*.py")))
-def test_a_recipe_equals_one_device(tmp_path: Path, recipe: str) -> None:
-    words = ("-n", "2", "-s", "ddp", "--steps", "3", "--json")
+def test_a_recipe_equals_one_device(tmp_path: Path, recipe: str, strategy: str) -> None:
+    words = ("-n", "2", "-s", strategy, "--steps", "3", "--json")
     done = shoal("verify", str(RECIPES / f"{recipe}.py"), *words, cwd=tmp_path)
     assert json_of(done)["ok"], done.stdout
