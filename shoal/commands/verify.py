@@ -34,7 +34,7 @@ class ScriptRuns:
     """Runs a script on one worker, here, and on several, on hosts of the engine `on` if given."""
 
     command: Sequence[str]
-    configs: tuple[RunConfig, RunConfig]  # of one worker, and of several
+    configs: Sequence[RunConfig]  # of one worker, and of several
     workers: int
     steps: int
     folder: Path
@@ -150,10 +150,7 @@ def verify(
         raise BadInput(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
-    configs = (
-        launching.config_for(value.reference, seed, device),
-        launching.config_for(value, seed, device),
-    )
+    configs = [launching.config_for(one, seed, device) for one in (value.reference, value)]
     from shoal.observe.verify import judge  # torch: only after the options were checked
 
     with scratch_folder("verify") as folder:

@@ -24,15 +24,12 @@ class Compressor(Protocol):
 
     def num_bytes(self, numel: int) -> int:
         """How many bytes `numel` elements become; a multiple of 4."""
-        ...
 
     def pack(self, x: Tensor) -> Tensor:
         """`x` (flat, floating-point) as a flat uint8 tensor of `num_bytes(x.numel())`."""
-        ...
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
         """What the bytes stand for: `numel` float32 elements."""
-        ...
 
 
 def join(tensors: Sequence[Tensor], num_bytes: int) -> Tensor:

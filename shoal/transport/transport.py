@@ -32,11 +32,9 @@ class Transport(Protocol):
     def size(self) -> int: ...
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         """Send `data` (contiguous); it may be changed again once the work is done."""
-        ...
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         """Receive into `into` (contiguous, of the same size and dtype as what was sent)."""
-        ...
 
 
 @runtime_checkable
@@ -46,7 +44,6 @@ class ReducingTransport(Transport, Protocol):
     def can_reduce(self, dtype: torch.dtype, op: str) -> bool: ...
     def recv_reduce(self, into: Tensor, src: int, tag: int, op: str) -> Work:
         """`into` = `into` (op) the message; a mean is summed."""
-        ...
 
 
 class SubsetTransport:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as checkpoints
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, TensorSlot, with_values_of_rank_0
 from shoal.replica.split.shard import ReplicaShard, TokenAxes, TokenAxis
-from shoal.strategy.split_terms import Tp
+from shoal.strategy.split_terms import Ep, Tp
 from shoal.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -25,6 +26,28 @@ if TYPE_CHECKING:
     from shoal.replica.tensor.roles import Roles
 
 Filled = Iterable[list[TensorSlot]]
+
+
+class NotReentrant(checkpoints.CheckpointFunction):
+    """Stands in for torch's own, of which `torch.utils.checkpoint` calls `apply`.
+
+    A reentrant checkpoint (use_reentrant=True) hides a block from autograd and calls it again
+    outside of the forward that it belongs to, where what a split forward needs (the calls of a
+    stage, this worker's positions) is not there. So in a process that splits a model it is computed
+    as one with use_reentrant=False: the same numbers.
+    """
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
+        return checkpoints.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=keeps_rng
+        )
+
+
+def replace_reentrant_checkpoints() -> None:
+    checkpoints.CheckpointFunction = NotReentrant  # type: ignore[misc]
+    # one that stops early would leave the random stream of a rank between a column and a row layer
+    checkpoints._enable_checkpoint_early_stop = False
 
 
 def build_shard(
@@ -42,8 +65,6 @@ def build_shard(
     is `deferred` are filled layer by layer, and those of other workers released.
     """
     if mesh.pp.size * mesh.ep.size * mesh.cp.size * mesh.tp.size > 1:
-        from shoal.replica.split.reentrant import replace_reentrant_checkpoints
-
         replace_reentrant_checkpoints()
     pp = strategy.pp
     ep = strategy.ep if mesh.ep.size > 1 else None
@@ -53,11 +74,7 @@ def build_shard(
             f"{tp} + {strategy.cp} is not built: both divide the positions of a sequence; omit "
             "sequence=True"
         )
-    mixtures: list[Mixture] = []
-    if ep is not None:
-        from shoal.replica.expert.mixtures import mixtures_for
-
-        mixtures = mixtures_for(model, ep)
+    mixtures = [] if ep is None else _mixtures(model, ep)
     roles = {} if tp is None else _roles(model, tp, mixtures)
     if pp is not None and mesh.pp.size > 1:
         from shoal.replica.split.stage_shard import StageShard
@@ -91,6 +108,12 @@ def build_shard(
             compute_positions_here(model)
     shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
     return shard
+
+
+def _mixtures(model: nn.Module, ep: Ep) -> list[Mixture]:
+    from shoal.replica.expert.mixtures import mixtures_for
+
+    return mixtures_for(model, ep)
 
 
 def _roles(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:

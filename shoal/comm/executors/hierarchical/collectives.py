@@ -35,12 +35,10 @@ class InterHost(Protocol):
 
     def run(self, call: Call) -> None:
         """A barrier, broadcast, all_gather, all_reduce, reduce or reduce_scatter, to its end."""
-        ...
 
     def set_timeout(self, timeout_s: float) -> None: ...
     def close(self) -> None:
         """Ranks that wait for this one get an error at once."""
-        ...
 
 
 class Message(Protocol):
@@ -49,7 +47,6 @@ class Message(Protocol):
     @property
     def source(self) -> int:
         """Where a received one came from; known when it is done."""
-        ...
 
     def poll(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> None: ...
@@ -64,7 +61,6 @@ class HostMessages(Protocol):
     def recv(self, into: Tensor, src: int, tag: int) -> Message: ...
     def abort(self) -> None:
         """Ranks that wait for this one get an error at once."""
-        ...
 
 
 class HostLinks(Protocol):
@@ -72,15 +68,12 @@ class HostLinks(Protocol):
 
     def inter_host(self) -> InterHost | None:
         """Among the ranks of `column_of`; None for a rank that is not one of them."""
-        ...
 
     def mesh(self) -> HostMessages:
         """Messages between any two ranks."""
-        ...
 
     def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> HostLinks:
         """For some of the ranks; `name` tells the subsets of a group apart."""
-        ...
 
     def close(self) -> None: ...
 
