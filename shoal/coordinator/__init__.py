@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -162,10 +163,9 @@ Answer = Outcome | float | Listing | Changes | Failed  # a number of seconds: wh
 requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Request)
 _checking = threading.Lock()  # msgspec inspects a type when it first meets it
 T = TypeVar("T")
-C = TypeVar("C", bound="Coordinator")
 
 
-class Coordinator(ABC):
+class Coordinator(AbstractContextManager["Coordinator"]):
     """See the top of this file. Thread-safe."""
 
     @abstractmethod
@@ -174,9 +174,6 @@ class Coordinator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Calls that wait in other threads end with Unavailable."""
-
-    def __enter__(self: C) -> C:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,8 +7,7 @@ import re
 import socket
 import threading
 from collections import Counter
-from contextlib import ExitStack, closing, suppress
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 
 from shoal.protocol import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Connection
@@ -19,10 +18,9 @@ from shoal.runtime.config import TlsConfig
 
 MAX_REASONS = 64
 JOIN_S = 5.0
-Service = TypeVar("Service", bound="ConnectionService")
 
 
-class ConnectionService:
+class ConnectionService(AbstractContextManager["ConnectionService"]):
     """Accepts connections at its addresses, from `start` to `close`."""
 
     def __init__(self, secret: bytes, addresses: list[str], tls: TlsConfig):
@@ -38,9 +36,6 @@ class ConnectionService:
         self._accepting = [
             service_thread("shoal-accept", self._accept, each) for each in self.listeners
         ]
-
-    def __enter__(self: Service) -> Service:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput, NotBuilt, StrategyError
-from shoal.observe.capture import switch_off_dropout
-from shoal.observe.double_precision import grouped_mm
+from shoal.observe.capture import grouped_mm, switch_off_dropout
 from shoal.pytree import map_tensors
 from tests.conftest import run_world
 from tests.models.catalog import CATALOG

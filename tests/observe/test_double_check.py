@@ -18,9 +18,8 @@ from shoal.comm.call import Op, as_reduced
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import StopTraining
-from shoal.observe.capture import Capture
+from shoal.observe.capture import Capture, DoublePrecision
 from shoal.observe.double_check import CapturedRun, DoubleCheck, check
-from shoal.observe.double_precision import DoublePrecision
 from shoal.runtime.config import CaptureConfig
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -168,7 +168,7 @@ class OutputSink:
                 self._on_error(error)
 
 
-class OutputPump:
+class OutputPump(AbstractContextManager["OutputPump"]):
     """A thread that copies bytes from pipes to sinks until the block ends.
 
     When a sink raises, `on_error` is called once, and the rest is read and discarded: a worker
@@ -181,9 +181,6 @@ class OutputPump:
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> OutputPump:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Forward what the pipes still hold, and close them."""

@@ -27,13 +27,7 @@ from shoal.sync import CHANGING_SCALE, Replica, Sync, SyncPlan, runs
 from shoal.sync.compressed_sum import INDEX_BYTES, residual_dtype
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.ps.consistency import (
-    PullAheadPs,
-    RelaxedPs,
-    SharedLeader,
-    SynchronousPs,
-    exchange_norm,
-)
+from shoal.sync.ps import consistency
 from shoal.sync.ps.push import (
     CompressedPush,
     ExactPush,
@@ -220,28 +214,30 @@ def _following(replica: Replica, model: int) -> ReplicaSplit:
 # ---- choosing -----------------------------------------------------------------------------------
 
 
-def _synchronous(context: PsContext, served: ServedOptions) -> SynchronousPs:
+def _synchronous(context: PsContext, served: ServedOptions) -> consistency.SynchronousPs:
     copies = context.replica.copies if served.compress is not None else None
     push = _push_of(context, served, copies)
     updates = _updates_of(context, served, copies)
     spec = context.client.specs[0]
     exchange = None
     if spec.norm_from_workers and spec.clip_norm is not None and context.replica.group.rank == 0:
-        exchange = partial(exchange_norm, context, is_unequal=copies is not None)
-    return SynchronousPs(context, push, updates, exchange)
+        exchange = partial(consistency.exchange_norm, context, is_unequal=copies is not None)
+    return consistency.SynchronousPs(context, push, updates, exchange)
 
 
-def _relaxed(context: PsContext, served: ServedOptions) -> RelaxedPs:
+def _relaxed(context: PsContext, served: ServedOptions) -> consistency.RelaxedPs:
     replica, client = context.replica, context.client
     shares_leader = _shares_leader(replica, served.rule)
     copies = replica.copies if shares_leader or served.compress is not None else None
     push = _push_of(context, served, copies)
     updates = UpdateOnServers(replica.flat, replica.update, client, copies)
     if shares_leader:
-        return RelaxedPs(context, push, updates, SharedLeader(client, replica.replica_group))
+        return consistency.RelaxedPs(
+            context, push, updates, consistency.SharedLeader(client, replica.replica_group)
+        )
     if served.rule.staleness is not None and not client.shares_memory:
-        return PullAheadPs(context, push, updates, client)
-    return RelaxedPs(context, push, updates, client)
+        return consistency.PullAheadPs(context, push, updates, client)
+    return consistency.RelaxedPs(context, push, updates, client)
 
 
 def _push_of(

@@ -21,11 +21,7 @@ from shoal.replica.batchnorm import (
     use_microbatch_norm,
 )
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.expert.router_losses import (
-    has_router_losses,
-    refuse_router_losses,
-    share_router_losses,
-)
+from shoal.replica.expert import router_losses
 from shoal.replica.split.build_shard import build_shard
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.state_dicts import tell_of_parts
@@ -216,9 +212,9 @@ def prepare_model(
         _check_embeddings(term, options, context)
     forward_state = _share_batchnorm(model, term, options, context)
     if mesh.pp.size > 1:
-        refuse_router_losses(model)
-    elif term.lockstep and has_router_losses(model):
-        share_router_losses(model, [mesh.data.duplicate()], forward_state)
+        router_losses.refuse_router_losses(model)
+    elif term.lockstep and router_losses.has_router_losses(model):
+        router_losses.share_router_losses(model, [mesh.data.duplicate()], forward_state)
 
     # this worker's shard of the replica
     shard = build_shard(model, context.strategy, mesh, device, deferred, example, context.say)

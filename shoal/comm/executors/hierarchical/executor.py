@@ -16,15 +16,11 @@ from torch import Tensor
 
 from shoal.comm.call import Call, as_reduced
 from shoal.comm.executor import Executor
+from shoal.comm.executors.hierarchical import point_to_point
 from shoal.comm.executors.hierarchical.collectives import (
     HierarchicalCollectives,
     HostLinks,
     Message,
-)
-from shoal.comm.executors.hierarchical.point_to_point import (
-    PointToPoint,
-    reserved_tag,
-    with_global_ranks,
 )
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
@@ -121,7 +117,7 @@ class Hierarchical(Executor):
         self._collectives = HierarchicalCollectives(
             topology, Group(shared_memory), self._inter_host
         )
-        self._messages = PointToPoint(topology, shared_memory, links.mesh())
+        self._messages = point_to_point.PointToPoint(topology, shared_memory, links.mesh())
         self._calls = itertools.count(1)
         self._failures = list[Exception]()
         self._children: list[Hierarchical] = []
@@ -181,7 +177,7 @@ class Hierarchical(Executor):
         given = _divided(source, call.send_counts, self.size, to)
         taken = _divided(target, call.recv_counts, self.size, by)
         limit_s = self._timeout_s if call.timeout_s is None else call.timeout_s
-        tag = reserved_tag(_TAGS + number % _TAGS)
+        tag = point_to_point.reserved_tag(_TAGS + number % _TAGS)
 
         def exchange() -> None:
             if call.kind == "all_to_all_uneven":
@@ -221,7 +217,7 @@ class Hierarchical(Executor):
         """The group ends with its first failure, so that no rank waits for this one in vain."""
         failure: Exception
         if isinstance(error, ShoalError):
-            failure = with_global_ranks(error, self.topology, doing)
+            failure = point_to_point.with_global_ranks(error, self.topology, doing)
         else:
             failure = as_shoal_error(error, self.rank, doing)
         self._failures.append(failure)
