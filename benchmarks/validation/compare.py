@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from benchmarks.validation.fit import BOUNDS, EAGER, Fitted, fit
+from benchmarks.validation.fit import AMPERE, BOUNDS, EAGER, Fitted, fit
 from benchmarks.validation.measured import TimedRow
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
@@ -27,8 +27,10 @@ from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter
-_POINTWISE = [f"{name}{way}" for name in ("norm", "add", "activation") for way in ("", " backward")]
-_EAGER_FACTOR = 3.5  # where a cluster has none: fitted on both GPUs
+POINTWISE = ("norm", "add", "activation", "rotary")
+_WAYS = ("", " backward")
+_EAGER_FACTOR = 3.2  # where a cluster has none: fitted to published tables
+_AMPERE_FACTOR = 5.0  # the same, of the highest efficiency of products
 _MOST_ROWS = 200  # of a fit of about ten constants
 OnFit = Callable[[int, int, float], None]  # which fit of how many, and its error so far
 _MICROBATCHES = (1, 2, 4, 8, 16)  # tried where a table does not say
@@ -48,15 +50,25 @@ class RunsAs:
     zero3_of: Zero3 = "shoal"
     nics: tuple[int, float] | None = None  # of a node, Gb/s each; None: as the cluster has them
 
-    eager: bool = False  # norms, additions and activations are not fused
+    fused_adding: bool = True  # of gradients of micro-batches, inside of the products
+    synchronizes: bool = False  # the host waits for the device before and behind every layer
+    memory_gb_per_s: float | None = None  # of the GPU; None: as the cluster has it
+    ampere_attention: bool = False  # kernels do per unit and clock what they do on an A100
+    eager: tuple[str, ...] = ()  # kernels that are not fused
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the network and the kernels that the runs had."""
-        if self.eager:
-            factors = dict(cluster.device.kernel_factors)
-            slow = {name: factors.get(EAGER, _EAGER_FACTOR) for name in _POINTWISE}
-            device = replace(cluster.device, kernel_factors=factors | slow)
-            cluster = replace(cluster, device=device)
+        device = cluster.device
+        factors = dict(device.kernel_factors)
+        slow = factors.get(EAGER, _EAGER_FACTOR)
+        factors |= {f"{name}{way}": slow for name in self.eager for way in _WAYS}
+        if self.ampere_attention:
+            highest = device.matmul_efficiency.points[-1][1]
+            slow = highest * factors.get(AMPERE, _AMPERE_FACTOR)
+            factors |= {f"attention{way}": slow for way in _WAYS}
+        rate = (self.memory_gb_per_s or 0) * 1e9 or device.memory_bytes_per_s
+        device = replace(device, kernel_factors=factors, memory_bytes_per_s=rate)
+        cluster = replace(cluster, device=device)
         if self.nics is None or cluster.node.nic is None:
             return cluster
         nic = replace(cluster.node.nic, bytes_per_s=self.nics[1] * 1e9 / 8)
@@ -208,9 +220,14 @@ class PricedTable:
             sizes: Predictor(self._models[sizes], there, self._runs_as.order)
             for sizes in {row.sizes for row in self.rows}
         }
-        return [
+        found = [
             _best_that_fits([predictors[row.sizes].predict(strategy, row.workers, s) for s in each])
             for row, (strategy, each) in zip(self.rows, self._asked, strict=True)
+        ]
+        wait_s = 2 * cluster.device.wait_s if self._runs_as.synchronizes else 0.0
+        return [
+            replace(one, step_s=one.step_s + wait_s * _layers_in_turn(row, strategy, one))
+            for one, row, (strategy, _) in zip(found, self.rows, self._asked, strict=True)
         ]
 
     def _strategy(self, text: str) -> Strategy:
@@ -237,7 +254,14 @@ class PricedTable:
             runs_as.even_stages,
             runs_as.scatter_sends,
             runs_as.zero3_of,
+            runs_as.fused_adding,
         )
+
+
+def _layers_in_turn(row: TimedRow, strategy: Strategy, one: Prediction) -> float:
+    """Of a stage: all its micro-batches, and those that it waits for."""
+    stages = strategy.layout(row.workers).pp
+    return row.sizes.layers / stages * (one.microbatches + stages - 1)
 
 
 def _best_that_fits(found: Sequence[Prediction]) -> Prediction:

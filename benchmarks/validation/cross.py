@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 
 from benchmarks.validation.compare import Compared, PricedTable
-from benchmarks.validation.fit import Fitted, fit, with_constants
+from benchmarks.validation.fit import AMPERE, Fitted, constants_of, fit, with_constants
 from benchmarks.validation.published import PublishedTable
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
@@ -22,20 +25,28 @@ from shoal.plan.accuracy import kind_of
 PRIORS: Mapping[str, float] = {
     "matmul_efficiency": 0.75,
     "matmul_half_at_flops": 1e10,
-    "attention_factor": 1.5,  # FlashAttention of 2022 beside cuBLAS
-    "eager_factor": 2.0,
+    "attention_factor": 2.3,  # FlashAttention of 2022: 110 TFLOP/s of causal attention, cuBLAS: 260
+    "eager_factor": 3.0,  # Narayanan et al., SC'21, section 5.8: 135 and 113 TFLOP/s of 175B
     "overlap_cost": 0.2,
     "memory_efficiency": 0.8,
     "memory_half_at_bytes": 1e5,
     "launch_s": 6e-5,  # of the several kernels and the Python behind each operation
     "wait_s": 1e-5,
+    "call_s": 3.5e-5,  # of an all-reduce inside a node, as vTrain's table of them
     "step_s": 5e-3,
     "fabric_efficiency": 0.77,  # 231 of 300 GB/s, Azure AI benchmarking guide
-    "fabric_alpha_s": 5e-6,
-    "nic_efficiency": 0.92,
-    "nic_alpha_s": 1.4e-5,  # NCCL's own constant
+    "fabric_alpha_s": 3.4e-6,  # NCCL's own constants
+    "nic_efficiency": 0.94,  # 188 of 200 GB/s, all-reduce of several DGX A100
+    "nic_alpha_s": 1.4e-5,
 }
 SOFTWARE = ("attention_factor", "eager_factor", "overlap_cost", "launch_s", "wait_s", "step_s")
+HOPPER: Mapping[str, float] = {  # of the H100, where they differ
+    "attention_factor": 1.2,  # FlashAttention-3 and cuDNN: about 600 TFLOP/s
+    "matmul_efficiency": 0.72,
+}
+# an H100's operations a second over an A100's, beside its units (132 of 108) and clock (1755 of
+# 1410 MHz): attention written for the A100 gains from the latter two only
+_UNUSED = 989 / 312 / (132 * 1755 / (108 * 1410))
 _ROWS = 10  # of a table, at most, in a fit
 _ROUNDS, _AGAIN = 10, 4  # of a fit, and of one that starts at the fit to all tables
 _LOW, _HIGH = 0.1, 0.9  # of the rows are below and above a range
@@ -77,6 +88,13 @@ class _Priced:
         number = len(table.rows)
         count = min(number, _ROWS)
         self.some = self.whole.some([n * number // count for n in range(count)])
+        self._known: dict[Cluster, list[float]] = {}
+
+    def predict(self, there: Cluster) -> list[float]:
+        """Of `some`; fits that leave one table out try the same constants first."""
+        if there not in self._known:
+            self._known[there] = self.some.predict(there)
+        return self._known[there]
 
 
 def fit_tables(
@@ -86,7 +104,7 @@ def fit_tables(
     weights = [min(1.0, math.sqrt(3 / len(t.some.rows))) for t in tables for _ in t.some.rows]
 
     def predict(there: Cluster) -> list[float]:
-        return [seconds for one in tables for seconds in one.some.predict(there)]
+        return [seconds for one in tables for seconds in one.predict(there)]
 
     rounds = _ROUNDS if near is None else _AGAIN
     return fit(cluster, [row.seconds for row in rows], predict, rounds, weights, near)
@@ -99,19 +117,39 @@ def leave_one_out(
     by_cluster: dict[str, list[_Priced]] = {}
     for table in tables:
         by_cluster.setdefault(table.cluster, []).append(_Priced(table))
-    held, fits, priors = [], {}, dict(PRIORS)
+    held, priors = [], dict(PRIORS)
+    fits: dict[str, Fitted] = {}
     for name, there in sorted(by_cluster.items(), key=lambda item: -len(item[1])):
-        cluster = with_constants(load_cluster(name), priors)
+        own = HOPPER if name == "dgx-h100" else {}
+        cluster = with_constants(_with_ampere(load_cluster(name), fits), {**priors, **own})
         say(f"{name}: a fit to {len(there)} tables")
         fits[name] = fit_tables(cluster, there)
-        near = fits[name].values
-        for one in there:
-            say(f"{name}: {one.table.name} left out")
-            fitted = fit_tables(cluster, [other for other in there if other is not one], near)
-            held.append(HeldOut(one.table, _compared(one, fitted.cluster), fitted))
+        leaving = partial(_left_out, cluster, there, fits[name].values)
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            for one, found in zip(there, pool.map(leaving, range(len(there))), strict=True):
+                say(f"{name}: {one.table.name} left out")
+                held.append(found)
         if priors == PRIORS:
             priors |= {key: fits[name].values.get(key, priors[key]) for key in SOFTWARE}
     return held, fits
+
+
+def _left_out(
+    cluster: Cluster, tables: Sequence[_Priced], near: Mapping[str, float], index: int
+) -> HeldOut:
+    one = tables[index]
+    fitted = fit_tables(cluster, [other for other in tables if other is not one], near)
+    return HeldOut(one.table, _compared(one, fitted.cluster), fitted)
+
+
+def _with_ampere(cluster: Cluster, fits: Mapping[str, Fitted]) -> Cluster:
+    """With what attention of the A100 takes, where that was fitted."""
+    if "dgx-a100" not in fits:
+        return cluster
+    known = constants_of(fits["dgx-a100"].cluster)
+    factor = _UNUSED * known["attention_factor"] / known["matmul_efficiency"]
+    factors = {**cluster.device.kernel_factors, AMPERE: factor}
+    return replace(cluster, device=replace(cluster.device, kernel_factors=factors))
 
 
 def _compared(one: _Priced, cluster: Cluster) -> tuple[Compared, ...]:

@@ -38,7 +38,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "memory_half_at_bytes": (1e3, 1e8),
     "launch_s": (1e-6, 2e-4),
     "wait_s": (1e-6, 2e-3),
-    "step_s": (1e-4, 2.0),
+    "call_s": (5e-6, 3e-4),
+    "step_s": (1e-4, 0.006),
     "fabric_efficiency": (0.2, 0.8),
     "fabric_alpha_s": (5e-7, 1e-4),
     "nic_efficiency": (0.85, 0.95),
@@ -49,20 +50,22 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 WIDTHS: Mapping[str, float] = {
     "matmul_efficiency": 0.2,
     "matmul_half_at_flops": 1.0,
-    "attention_factor": 0.5,
-    "eager_factor": 0.5,
+    "attention_factor": 0.1,
+    "eager_factor": 0.1,
     "overlap_cost": 1.0,
     "memory_efficiency": 0.2,
     "memory_half_at_bytes": 1.0,
     "launch_s": 1.0,
     "wait_s": 2.0,
+    "call_s": 1.0,
     "step_s": 2.0,
     "fabric_efficiency": 0.1,
-    "fabric_alpha_s": 1.0,
-    "nic_efficiency": 0.1,
-    "nic_alpha_s": 1.0,
+    "fabric_alpha_s": 0.5,
+    "nic_efficiency": 0.02,
+    "nic_alpha_s": 0.5,
 }
 EAGER = "eager"  # a kernel factor: of norms, additions and activations that are not fused
+AMPERE = "ampere attention"  # a kernel factor: of attention that was written for the A100
 _PRIOR_ERROR = 0.005
 _LAUNCHES = (None, 2e-5, 6e-5)  # further starts; None: as the cluster has it
 _WAITS = (None, 3e-4)
@@ -114,6 +117,7 @@ def constants_of(cluster: Cluster) -> dict[str, float]:
         "memory_half_at_bytes": half_size(device.memory_efficiency),
         "launch_s": device.launch_s,
         "wait_s": device.wait_s,
+        "call_s": device.call_s,
         "step_s": device.step_s,
     }
     for name, link in (("fabric", cluster.node.fabric), ("nic", cluster.node.nic)):
@@ -139,6 +143,7 @@ def with_constants(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
         overlap_cost=values["overlap_cost"],
         launch_s=values["launch_s"],
         wait_s=values["wait_s"],
+        call_s=values["call_s"],
         step_s=values["step_s"],
         source="fit",
         assumed=(),

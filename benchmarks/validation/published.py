@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from benchmarks.validation.compare import RunsAs
+from benchmarks.validation.compare import POINTWISE, RunsAs
 from benchmarks.validation.measured import (
     MeasuredRow,
     TableDefaults,
@@ -26,6 +26,7 @@ from shoal.plan.workloads import Precision, Recompute
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.transformer_block import TransformerSizes
 
+FP16 = Precision("fp16", 2, 2, 4, 8)
 BF16 = Precision("bf16", 2, 4, 4, 8)
 PURE_BF16 = Precision("bf16", 2, 2, 4, 8)  # gradients are sent in bf16
 GPT = TransformerSizes(96, 12288, 96)
@@ -35,7 +36,9 @@ MODELS = {
     "175B, no dropout": replace(GPT, dropout=False),
     "530B": TransformerSizes(105, 20480, 128),
     "BLOOM": TransformerSizes(70, 14336, 112, vocab=250880),
-    "NeoX": TransformerSizes(44, 6144, 64, vocab=50432, tied=False),
+    "NeoX": TransformerSizes(
+        44, 6144, 64, vocab=50432, tied=False, dropout=False, learned_positions=False
+    ),
     "405B": LLAMA,
     "405B, 128k": replace(LLAMA, sequence=131072),
 }
@@ -110,9 +113,16 @@ ZERO_BUBBLE = """\
 62 6144 48 | 32 | 1 | 96  | 10.419 10.207 7.715 | 0.2646
 62 6144 48 | 32 | 1 | 128 | 10.408 10.204 7.703 | 0.2168
 """
+A100_40 = 1555  # GB/s of the A100 with 40 GB; those with 80 GB have 2,039
 _MEGATRON_LM = RunsAs()
-WHOLE_SENDS = RunsAs(scatter_sends=False)  # DeepSpeed's pipeline sends whole activations
-_FSDP = RunsAs(overlap=True, precision=PURE_BF16, zero3_of="fsdp", flash_attention=True, eager=True)
+# its default until 2021; gradients of 2022 are fp32, which products add to (Korthikanti et al.)
+_MEGATRON_2021 = RunsAs(precision=FP16, fused_adding=False)
+# DeepSpeed's pipelines send whole activations. Norms, additions and activations are not fused under
+# GPT-NeoX; MT-NLG and BLOOM, which do not say, are as slow as without
+WHOLE_SENDS = RunsAs(scatter_sends=False, fused_adding=False, eager=POINTWISE)
+_FSDP = RunsAs(
+    overlap=True, precision=PURE_BF16, zero3_of="fsdp", flash_attention=True, eager=POINTWISE
+)
 _MPT = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),
@@ -156,26 +166,39 @@ class PublishedTable:
 
 
 _SOURCES: dict[str, tuple[RunsAs, str]] = {
-    "ptd": (RunsAs(), "dgx-a100"),  # Narayanan et al., SC'21, table 2: PTD-P
+    "ptd": (_MEGATRON_2021, "dgx-a100"),  # Narayanan et al., SC'21, table 2: PTD-P
     "zero-3": (  # the same: ZeRO-3 of DeepSpeed
-        RunsAs(overlap=True, precision=Precision("fp16", 2, 2, 4, 8), zero3_of="deepspeed"),
+        RunsAs(overlap=True, precision=FP16, zero3_of="deepspeed"),
         "dgx-a100",
     ),
     # Korthikanti et al. 2022, section 6.3: 8 replicas of the 530B model
-    "dp8": (RunsAs(), "dgx-a100"),
+    "dp8": (_MEGATRON_LM, "dgx-a100"),
     # Jiang et al., NSDI 2024, table 2: the rows of Megatron-LM; 8 x 8, 6 chunks
     "megascale": (RunsAs(precision=BF16), "dgx-a100"),
     # Dubey et al., "The Llama 3 Herd of Models", table 4. Its FSDP keeps parameters after forward,
     # scatters gradients and gathers parameters by layers: in time, ddp with buckets of a layer
-    "llama": (RunsAs(precision=BF16, overlap=True, flash_attention=True), "dgx-h100"),
+    "llama": (
+        RunsAs(precision=BF16, overlap=True, flash_attention=True),
+        "dgx-h100",
+    ),
     # Smith et al., "Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B", section 2.4
     "mt-nlg": (WHOLE_SENDS, "dgx-a100"),
     # BigScience, BLOOM's training log and paper: 48 nodes with 4 Omni-Path links of 100 Gb/s each
     "bloom": (replace(WHOLE_SENDS, precision=BF16, nics=(4, 100)), "dgx-a100"),
-    # Black et al., section 2.3 and table of its configuration: two HDR links a node
-    "neox": (replace(WHOLE_SENDS, nics=(2, 200)), "dgx-a100"),
+    # Black et al., section 2.3 and its configuration (configs/20B.yml of GPT-NeoX): two HDR links a
+    # node, A100 of 40 GB, synchronize-each-layer
+    "neox": (
+        replace(
+            WHOLE_SENDS,
+            precision=FP16,
+            nics=(2, 200),
+            memory_gb_per_s=A100_40,
+            synchronizes=True,
+        ),
+        "dgx-a100",
+    ),
     # Zhao et al., "PyTorch FSDP", section 5.4
-    "fsdp": (replace(_FSDP, flash_attention=False), "dgx-a100"),
+    "fsdp": (replace(_FSDP, flash_attention=False, eager=(*POINTWISE, "softmax")), "dgx-a100"),
 }
 
 
@@ -271,19 +294,21 @@ def _mpt() -> Iterator[PublishedTable]:
         )
         by_gpu.setdefault(row["gpu"], []).append(found)
     for gpu, rows in by_gpu.items():
-        runs_as = _FSDP if gpu == "a100-40" else replace(_FSDP, precision=BF16)
+        runs_as = replace(_FSDP, memory_gb_per_s=A100_40)
+        if gpu != "a100-40":
+            runs_as = replace(_FSDP, precision=BF16, ampere_attention=gpu == "h100")
         cluster = "dgx-h100" if gpu == "h100" else "dgx-a100"
         yield PublishedTable(f"mpt {gpu}", tuple(rows), runs_as, cluster)
 
 
-def _of_text(name: str, text: str) -> PublishedTable:
-    return PublishedTable(name, tuple(read_rows(Path(name), text, TableDefaults())))
+def _of_text(name: str, text: str, runs_as: RunsAs = _MEGATRON_LM) -> PublishedTable:
+    return PublishedTable(name, tuple(read_rows(Path(name), text, TableDefaults())), runs_as)
 
 
 def published_tables(more: Path | None = None) -> list[PublishedTable]:
     """All tables; with those of vTrain where a folder has them."""
     tables = [
-        _of_text("sc21 table 1", MEGATRON_TABLE_1),
+        _of_text("sc21 table 1", MEGATRON_TABLE_1, _MEGATRON_2021),
         _of_text("korthikanti", KORTHIKANTI_TABLE_5),
         *_runs(),
         _zero_bubble(),
@@ -292,5 +317,5 @@ def published_tables(more: Path | None = None) -> list[PublishedTable]:
     for kind in ("multi", "single") if more is not None else ():
         path = cast("Path", more) / f"vtrain_ground_truth_{kind}.csv"
         rows: list[MeasuredRow] = read_table(path, TableDefaults())
-        tables.append(PublishedTable(f"vtrain {kind}", tuple(rows)))
+        tables.append(PublishedTable(f"vtrain {kind}", tuple(rows), _MEGATRON_2021))
     return tables

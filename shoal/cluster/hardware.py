@@ -67,6 +67,7 @@ class Device:
     # a blocking send between stages: the host waits for the device, a CPU worker is woken up
     wait_s: float = 0.0
     meet_s: float = 0.0  # CPU workers that computed meet in a call: more than its own time
+    call_s: float = 0.0  # of a collective on GPUs, beside its messages
     step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
     served_step_s: float = 0.0  # more than that where a server of the host holds the weights
     request_s: float = 0.0  # of such a server's time, for one push and pull without bytes

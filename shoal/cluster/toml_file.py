@@ -80,6 +80,7 @@ class _DeviceTable(_Figures, kw_only=True):
     backward_launch_us: _Positive | None = None
     wait_us: _Number = 0.0
     meet_us: _Number = 0.0
+    call_us: _Number = 0.0
     step_us: _Number = 0.0
     served_step_us: _Number = 0.0
     request_us: _Number = 0.0

@@ -14,7 +14,7 @@ from shoal.plan.prediction import Prediction
 
 ONE_NODE, SEVERAL_NODES, SHARDED = "one node", "several nodes", "zero(3) on several nodes"
 # measured over predicted seconds: of 80% of the rows
-RANGES = {ONE_NODE: (0.85, 1.19), SEVERAL_NODES: (0.94, 1.28), SHARDED: (0.7, 1.19)}
+RANGES = {ONE_NODE: (0.89, 1.17), SEVERAL_NODES: (0.95, 1.18), SHARDED: (0.89, 1.1)}
 
 
 def kind_of(strategy: str, several_nodes: bool) -> str:

@@ -26,6 +26,7 @@ _NAMES = {
     "ep gradients": "the sum of gradients over expert parallelism",
     "pp": "sending between stages",
     "bubble": "the bubble of the pipeline",
+    "accumulate": "adding up gradients of micro-batches",
     "gradients": "the reduction of gradients",
     "weights": "the all-gather of weights",
     "servers": "the parameter servers",

@@ -44,6 +44,7 @@ class PlanSettings:
     even_stages: bool = False  # as many blocks in every stage, however long the head takes
     scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
     zero3_of: Zero3 = "shoal"
+    fused_adding: bool = False  # products add to the gradients of earlier micro-batches themselves
 
 
 class ResolvedStep(NamedTuple):
@@ -208,13 +209,14 @@ def _resolve(
     turns = batches_in_turns(layout, term)
     microbatch, microbatches = _micro_batches(workload, strategy, layout, settings, turns)
     in_notation = False
-    shape = PipelineShape()
+    is_sharded = layout.replicas > 1 and getattr(term, "stage", 1) > 1  # each is reduced
+    shape = PipelineShape(adds=not (settings.fused_adding or is_sharded))
     if (pp := strategy.pp) is not None:
         in_notation = pp.recompute
         chunks = schedule(pp.schedule).num_chunks(pp.chunks)
         balance = "even" if settings.even_stages else pp.balance
         scatter = settings.scatter_sends and strategy.tp is not None and not strategy.tp.sequence
-        shape = PipelineShape(pp.schedule, chunks, balance, scatter)
+        shape = PipelineShape(pp.schedule, chunks, balance, scatter, shape.adds)
     split = Split(
         microbatch,
         layout.tp,

@@ -231,3 +231,60 @@ def test_the_attention_of_a_traced_model_sends_its_keys_and_values_round() -> No
     (message,) = traced.cost(0, Split(2, cp=2)).forward_messages
     assert message.bytes == 4 * 2 * 2 * 8 * 512 * 64  # K and V of two samples with 8 heads
     assert not traced.cost(0, Split(2)).forward_messages
+
+
+def parts_of(model: str, strategy: str, workers: int, settings: PlanSettings) -> dict[str, float]:
+    predictor = Predictor(transformer_named(model), load_cluster("dgx-h100").of_size(workers))
+    found = predictor.predict(parse(strategy), workers, settings)
+    return {part.name: part.seconds for part in found.parts}
+
+
+def test_gpus_add_gradients_of_micro_batches_where_replicas_do_not_reduce_each() -> None:
+    """Of mixed precision two passes of 2 bytes read and one writes, but in the first one."""
+    model = "layers=16,hidden=1024,heads=16,precision=bf16"
+    two, five = (parts_of(model, "ddp", 8, PlanSettings(n * 8, 1))["accumulate"] for n in (2, 5))
+    device = load_cluster("dgx-h100").device
+    moved = 6 * parameters_of(transformer_named(model))
+    passed_s = moved / (device.memory_bytes_per_s * device.memory_efficiency.at(moved))
+    assert two == pytest.approx(passed_s) and five == pytest.approx(4 * passed_s)
+    for strategy, given_settings in {
+        "ddp": PlanSettings(8, 1),
+        "zero(2)": PlanSettings(40, 1),
+        "zero(1)": PlanSettings(40, 1, fused_adding=True),
+    }.items():
+        assert "accumulate" not in parts_of(model, strategy, 8, given_settings)
+
+
+def test_a_call_has_a_time_beside_its_messages() -> None:
+    cluster = load_cluster("dgx-h100")
+    slow = replace(cluster, device=replace(cluster.device, call_s=cluster.device.call_s + 1))
+    for kind, more_s in {"all_reduce": 1, "all_gather": 1, "all_to_all": 1, "send": 0}.items():
+        took = [Network(one).collective(kind, RankGroup(8, 1), 1e6) for one in (cluster, slow)]
+        assert took[1].seconds - took[0].seconds == pytest.approx(more_s)
+
+
+def test_fp8_is_of_products_with_weights_alone() -> None:
+    """Twice as fast; attention of a long sequence stays as it is."""
+    kernels = KernelModel(load_cluster("dgx-h100").device, "fp8")
+    wide = KernelModel(load_cluster("dgx-h100").device, "bf16")
+    for name, faster in {
+        "qkv": 2,
+        "up weight gradient": 2,
+        "attention backward": 1,
+        "logits": 1,
+    }.items():
+        kernel = Kernel(name, 1e12, 1e6)
+        ratio = wide.busy_s([kernel]) / kernels.busy_s([kernel])
+        assert ratio == pytest.approx(faster, rel=1e-3), name
+
+
+def test_shared_experts_are_dense_layers_of_every_worker() -> None:
+    sizes = f"{DENSE},experts=8,top_k=2,gated=yes"
+    plain, shared = (transformer_named(f"{sizes}{more}") for more in ("", ",shared_experts=1"))
+    one = 3 * 1024 * 4096
+    assert parameters_of(shared) - parameters_of(plain) == pytest.approx(16 * one)
+    costs = [model.cost(1, Split(ep=8)) for model in (plain, shared)]
+    assert costs[1].expert_parameters == costs[0].expert_parameters
+    assert costs[1].parameters - costs[0].parameters == pytest.approx(one)
+    more = [sum(kernel.flops for kernel in cost.forward) for cost in costs]
+    assert more[1] - more[0] == pytest.approx(2 * one * plain.sizes.sequence)

@@ -170,8 +170,6 @@ def simulate_strategy(
         steps or (agreeing.every if waits else _SOME_STEPS),
     )
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
-    if work.stages > 1:  # a blocking send there, and one back
-        slowest_s += 2 * pricer.cluster.device.wait_s
     left_out = work.microbatches - kept
     step_s = (run.step_s + left_out * slowest_s) / batches_in_turns(resolved.layout, term)
     return SimulatedStep(step_s, run, left_out, _busiest(topology, run))
@@ -203,11 +201,12 @@ def _work(
     forward_s = [
         t.forward.seconds + sum(m.seconds for m in t.messages) / repeats for t in table.times
     ]
+    backward_s = [t.seconds - f for t, f in zip(table.times, forward_s, strict=True)]
+    # a blocking send of every chunk there, and one back
+    wait_s = resolved.shape.chunks * pricer.cluster.device.wait_s if len(stages) > 1 else 0.0
     return StepWork(
-        tuple(weights_of(stages, forward_s)),
-        tuple(
-            weights_of(stages, [t.seconds - f for t, f in zip(table.times, forward_s, strict=True)])
-        ),
+        tuple(wait_s + seconds for seconds in weights_of(stages, forward_s)),
+        tuple(wait_s + seconds for seconds in weights_of(stages, backward_s)),
         tuple(weights_of(stages, [time.weight_s for time in table.times])),
         resolved.microbatches,
         resolved.shape.schedule,

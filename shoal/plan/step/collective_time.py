@@ -202,7 +202,7 @@ def collective_time(
     if measured is not None:
         return measured
     if kind == "all_to_all":
-        return _all_to_all(cluster, group, num_bytes)
+        return _called(cluster, _all_to_all(cluster, group, num_bytes))
     if kind == "send":
         way = hops(cluster, group)
         return max(_bounded(hop.alpha_s, num_bytes / hop.bytes_per_s, hop.words, 1) for hop in way)
@@ -214,7 +214,12 @@ def collective_time(
         ways.append(_hierarchical(cluster, group, num_bytes, trips))
     if places.is_apart and kind in ("all_reduce", "reduce") and not cluster.device.synchronous:
         ways.append(_trees(cluster, group, num_bytes, trips))
-    return min(ways)
+    return _called(cluster, min(ways))
+
+
+def _called(cluster: Cluster, took: CollectiveTime) -> CollectiveTime:
+    """With what every call takes, whatever its messages."""
+    return took._replace(seconds=took.seconds + cluster.device.call_s)
 
 
 def _measured(

@@ -33,6 +33,9 @@ class KernelTime(NamedTuple):
         return ("compute", "memory", "launch")[self.index(largest)]
 
 
+_NOT_FP8 = ("attention", "scores", "values", "logits")  # products that stay bf16 beside it
+
+
 class KernelModel:
     """Times kernels of one data type on one device; remembers those it has timed."""
 
@@ -40,24 +43,26 @@ class KernelModel:
         self.device = device
         self.dtype = dtype
         self._peak = device.flops_of(dtype)
-        self._known: dict[tuple[float, float, float, bool], tuple[float, float]] = {}
-        self._factors: dict[str, float] = {}
+        self._known: dict[tuple[float, float, float, float, bool], tuple[float, float]] = {}
+        self._named: dict[str, tuple[float, float]] = {}  # factor and peak of a kernel
 
     def busy(self, kernel: Kernel, backward: bool = False) -> tuple[float, float]:
         """Seconds of one kernel on the device: (bound by compute, bound by memory)."""
-        name = kernel.name
-        if name not in self._factors:
-            self._factors[name] = self.device.factor_of(name)
-        key = (kernel.flops, kernel.bytes, self._factors[name], backward)
+        device, name = self.device, kernel.name
+        if name not in self._named:
+            is_wide = self.dtype == "fp8" and name.partition(" ")[0] in _NOT_FP8
+            peak = device.flops_of("bf16") if is_wide else self._peak
+            self._named[name] = device.factor_of(name), peak
+        factor, peak = self._named[name]
+        key = (kernel.flops, kernel.bytes, factor, peak, backward)
         if key not in self._known:
-            device, factor = self.device, self._factors[name]
             curve = device.matmul_efficiency
             if backward and device.backward_matmul_efficiency is not None:
                 curve = device.backward_matmul_efficiency
             share = device.memory_efficiency.at(max(1.0, kernel.bytes))
             compute_s, memory_s = 0.0, factor * kernel.bytes / (device.memory_bytes_per_s * share)
             if kernel.flops:
-                compute_s = factor * kernel.flops / (self._peak * curve.at(kernel.flops))
+                compute_s = factor * kernel.flops / (peak * curve.at(kernel.flops))
             is_longer = compute_s >= memory_s and kernel.flops > 0
             self._known[key] = (compute_s, 0.0) if is_longer else (0.0, memory_s)
         return self._known[key]

@@ -180,6 +180,7 @@ class PipelineShape(NamedTuple):
     chunks: int = 1
     balance: str = "measured"  # stages of equal seconds; "weights": parameters, "even": layers
     scatter_sends: bool = False  # each rank of tp sends a part of the activation, then they gather
+    adds: bool = True  # kernels add gradients of a micro-batch to those of the ones before
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,9 @@ class ReplicaPricer:
         self._clock = LayerClock(workload, self.network)
         self._groups: dict[Layout, tuple[AxisGroups, RankGroup]] = {}
         self._virtual: dict[tuple[tuple[float, ...], int], list[Stage]] = {}
-        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str, bool], StagePrice] = {}
+        self._dealt: dict[
+            tuple[Split, AxisGroups, RankGroup, int, str, bool, bool], StagePrice
+        ] = {}
 
     def price(
         self, layout: Layout, split: Split, microbatches: int, pipeline: PipelineShape
@@ -293,23 +296,24 @@ class ReplicaPricer:
             tied=tied,
             token_sums=tuple(self._token_sums(table, groups, stages[fullest])),
             meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
-            adding_s=self._adding_s(table, stages[slowest]),
+            adding_s=self._adding_s(table, stages[slowest], pipeline.adds),
         )
 
-    def _adding_s(self, table: LayerTable, stage: Stage) -> float:
-        """On a CPU two passes that read and one that writes; GPUs add inside of the product.
+    def _adding_s(self, table: LayerTable, stage: Stage, adds: bool) -> float:
+        """Two passes that read and one that writes, unless the product of a GPU adds.
 
         Backward of a profile adds, too, and its pace has that in proportion to kernels: what is
         missing is that of kernels which are shorter with fewer rows, those bound by compute.
         """
-        device = self.cluster.device
-        if not device.synchronous:
+        device, precision = self.cluster.device, self.workload.precision
+        if not adds and not device.synchronous:
             return 0.0
         backward = [time.backward for time in table.times]
         compute_s = weight_of(stage, [spent.compute_s for spent in backward])
         all_s = weight_of(stage, [spent.seconds for spent in backward])
         missing = 1.0 if device.backward_pace == 1 else compute_s / max(1e-12, all_s)
-        moved = 3 * weight_of(stage, table.parameters) * self.workload.precision.gradient_bytes
+        width = precision.parameter_bytes + 2 * precision.gradient_bytes
+        moved = weight_of(stage, table.parameters) * width
         share = device.memory_efficiency.at(max(1.0, moved))
         return missing * moved / (device.memory_bytes_per_s * share)
 

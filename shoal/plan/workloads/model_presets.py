@@ -18,6 +18,7 @@ from shoal.runtime.wording import nearest
 _PRECISIONS = {
     "fp16": MIXED,
     "bf16": Precision("bf16", 2, 2, 4, 8),
+    "fp8": Precision("fp8", 2, 2, 4, 8),  # products of weights; the rest is bf16
     "fp32": Precision("fp32", 4, 4, 0, 8),
     "tf32": Precision("tf32", 4, 4, 0, 8),
 }

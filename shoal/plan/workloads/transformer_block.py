@@ -46,6 +46,7 @@ class TransformerSizes:
     gated: bool = False
     experts: int = 1
     top_k: int = 1
+    shared_experts: int = 0  # that every token has, as dense layers
     dropout: bool = True
     tied: bool = True
     learned_positions: bool = True
@@ -194,6 +195,10 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     )
 
 
+def _experts_of_a_token(sizes: TransformerSizes) -> int:
+    return sizes.top_k + sizes.shared_experts
+
+
 def _kv(sizes: TransformerSizes, split: Split) -> float:
     """Numbers of a token's keys on one rank; a head is on several ranks where there are few."""
     return max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
@@ -209,22 +214,29 @@ def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple
     per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
     times = copies if sizes.experts > 1 else 1
     up = 2 if sizes.gated else 1
-    return (
+    found = [
         product("qkv", tokens, hidden / split.tp + 2 * kv, hidden, width),
         product("projection", tokens, hidden, hidden / split.tp, width),
         product("up", per_expert, up * inner, hidden, width, times),
         product("down", per_expert, hidden, inner, width, times),
-    )
+    ]
+    if shared := sizes.shared_experts * inner:
+        found.append(product("shared up", tokens, up * shared, hidden, width))
+        found.append(product("shared down", tokens, hidden, shared, width))
+    return tuple(found)
 
 
 def _pointwise(
     sizes: TransformerSizes, split: Split, width: int, hidden_bytes: float
 ) -> tuple[Kernel, ...]:
-    tokens = split.microbatch * sizes.sequence / split.cp * sizes.top_k
-    inner_bytes = width * tokens * sizes.inner / split.tp
+    tokens = split.microbatch * sizes.sequence / split.cp
+    inner_bytes = width * tokens * _experts_of_a_token(sizes) * sizes.inner / split.tp
     mask = hidden_bytes / width if sizes.dropout else 0.0
     reads = 3 if sizes.gated else 2
+    turned = width * tokens * (sizes.hidden / split.tp + _kv(sizes, split))  # queries and keys
+    rotary = () if sizes.learned_positions else (moving("rotary", 2 * turned),)
     return (
+        *rotary,
         moving("norm", 2 * hidden_bytes),
         moving("dropout and add", 3 * hidden_bytes + mask),
         moving("norm", 2 * hidden_bytes),
@@ -248,6 +260,7 @@ def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
     kv = _kv(sizes, split)
     attention = sizes.hidden * (sizes.hidden / split.tp + 2 * kv) + sizes.hidden**2 / split.tp
     experts = _mlp_parameters(sizes, split)
+    experts += sizes.shared_experts * experts * split.ep / sizes.experts
     router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
     biases = 0.0 if sizes.gated else (3 * sizes.hidden + sizes.inner) / split.tp + 2 * sizes.hidden
     norms = (2 if sizes.gated else 4) * sizes.hidden
@@ -271,7 +284,8 @@ def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
     per_row = 4 * block_input + masks  # two norms, and the inputs of QKV and of the MLP
     kv = _kv(sizes, split)
     heads = width * tokens * (2 * sizes.hidden / split.tp + 2 * kv)  # Q, K, V, projection's input
-    inner = (3 if sizes.gated else 2) * width * tokens * sizes.top_k * sizes.inner / split.tp
+    inner = (3 if sizes.gated else 2) * width * tokens * sizes.inner / split.tp
+    inner *= _experts_of_a_token(sizes)
     kept = per_row + heads + inner
     if split.recompute == "none" and not is_blockwise(split):
         scores = split.microbatch * sizes.heads / split.tp * sizes.sequence**2 / split.cp
