@@ -20,13 +20,14 @@ from shoal.commands.output import Part, bold, plain_table, show
 from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
 from shoal.errors import BadInput
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
-from shoal.plan.predict import Predictor
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
 from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
+from shoal.strategy.strategy import Strategy
 
 _MOST_WORKERS = 10_000_000
 _NO_TIME = Device("any", math.inf, 1e30, {"fp32": 1e30})  # for what is sent alone
@@ -100,7 +101,7 @@ def predict(
     subject = asked.subject(workers)
     settings = of_step.on(asked.settings(subject.batch))
     hardware = asked.hardware(workers)
-    simulate = simulate or trace is not None
+    simulate |= trace is not None
     if simulate and (len(several) > 1 or order != "shoal"):
         raise BadInput("--simulate and --trace need one number of workers, in Shoal's order")
     link, workload = asked.link(), subject.workload
@@ -112,16 +113,10 @@ def predict(
         found = [predict_on(workload, hardware, *pair, settings, _ORDERS[order]) for pair in pairs]
         if only_wire:
             said = [gradient_traffic(workload, v.layout(n).replicas, link) for v, n in pairs]
-            _show_wire(found, said, workload.name, as_json)
-        else:
-            _show_several(found, subject, as_json)
-        return
+            return _show_wire(found, said, workload.name, as_json)
+        return _show_several(found, subject, as_json)
     (value,) = values
-    predictor = Predictor(workload, hardware, _ORDERS[order])
-    prediction = predictor.predict(value, workers, settings)
-    advice = smaller_micro_batches(predictor, value, prediction, settings)
-    if advice:
-        prediction = replace(prediction, notes=(*prediction.notes, advice))
+    prediction = _advised(Predictor(workload, hardware, _ORDERS[order]), value, workers, settings)
     traffic = gradient_traffic(workload, value.layout(workers).replicas, link)
     document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
     parts = _parts(prediction, workload, traffic)
@@ -130,6 +125,14 @@ def predict(
         document["simulated_s"] = simulated.step_s
         parts += _simulated_parts(simulated, prediction, trace)
     show(document, parts, as_json, wraps=True)
+
+
+def _advised(
+    predictor: Predictor, value: Strategy, workers: int, settings: PlanSettings
+) -> Prediction:
+    prediction = predictor.predict(value, workers, settings)
+    advice = smaller_micro_batches(predictor, value, prediction, settings)
+    return replace(prediction, notes=(*prediction.notes, advice)) if advice else prediction
 
 
 def _show_wire(found: list[Prediction], said: list[str], name: str, as_json: bool) -> None:

@@ -151,28 +151,11 @@ def verify(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
     configs = [launching.config_for(one, seed, device) for one in (value.reference, value)]
-    from shoal.observe.verify import judge  # torch: only after the options were checked
-
     with scratch_folder("verify") as folder:
         runs = ScriptRuns(command, configs, workers, steps, folder, quiet=as_json, on=on)
         alone = runs.alone()
         together = runs.together()
-        is_exact = alone.exact and together.exact
-        double = None if is_exact else runs.in_double(alone)
-        verdict = judge(alone, together, runs.again, double)
-        confirmed = runs.confirm(verdict, alone)
-        if confirmed is not None:
-            verdict = judge(alone, together, runs.again, confirmed)
-        if double is None and not is_exact:
-            verdict = replace(verdict, own=runs.in_own_precision())
-        if not verdict.ok:
-            chance = alone.changes_by_chance(runs.capture("alone once more", 1))
-            if chance is not None:
-                raise BadInput(
-                    "two runs of the script on one worker differ, so there is nothing to compare: "
-                    f"{chance}; what it draws has to follow from the seed, not from the time or "
-                    "before `import shoal`"
-                )
+        verdict = _judged(runs, alone, together)
     where = counted(workers, "worker") + ("" if on is None else f" of {on}")
     taken = counted(verdict.steps, "step")
     if value.sync_for(workers).batches is Batches.WHOLE_DATASET:
@@ -186,6 +169,28 @@ def verify(
         for reason in _reasons(alone, together, workers):
             print(reason, file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(1)
+
+
+def _judged(runs: ScriptRuns, alone: CapturedRun, together: CapturedRun) -> Verification:
+    from shoal.observe.verify import judge  # torch: only after the options were checked
+
+    is_exact = alone.exact and together.exact
+    double = None if is_exact else runs.in_double(alone)
+    verdict = judge(alone, together, runs.again, double)
+    confirmed = runs.confirm(verdict, alone)
+    if confirmed is not None:
+        verdict = judge(alone, together, runs.again, confirmed)
+    if double is None and not is_exact:
+        verdict = replace(verdict, own=runs.in_own_precision())
+    if not verdict.ok:
+        chance = alone.changes_by_chance(runs.capture("alone once more", 1))
+        if chance is not None:
+            raise BadInput(
+                "two runs of the script on one worker differ, so there is nothing to compare: "
+                f"{chance}; what it draws has to follow from the seed, not from the time or "
+                "before `import shoal`"
+            )
+    return verdict
 
 
 def _reasons(alone: CapturedRun, together: CapturedRun, workers: int) -> Iterator[str]:
