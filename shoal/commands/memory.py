@@ -144,17 +144,27 @@ def _table(document: dict[str, Any], title: str, shown: list[str], added: list[s
     """The columns that are shown, and the sum of those that are `added`."""
     heads = [_HEADS.get(column, column) for column in (*shown, "sum")]
     rows = [
-        [f"{rank} {how}", *_cells({**row, "sum": sum(row[c] or 0 for c in added)}, [*shown, "sum"])]
+        [
+            f"{rank} {how}",
+            *_cells({**row, "sum": sum(n or 0 for n in row.values())}, [*shown, "sum"]),
+        ]
         for rank in range(len(document["estimated"]))
         for how in ("estimated", "measured")
         if how in document
-        for row in [document[how][rank]]
+        for row in [{column: document[how][rank][column] for column in added}]
     ]
     return plain_table(title, ["worker", *heads], rows, left=1)
 
 
 def _cells(row: Mapping[str, int | None], columns: Sequence[str]) -> list[str]:
-    return ["?" if n is None else show_bytes(n) for n in (row[column] for column in columns)]
+    """A sum is more than is known where activations are not."""
+    texts = ["?" if n is None else show_bytes(n) for n in (row[column] for column in columns)]
+    is_sum = [_is_unknown(row) and column in ("sum", "total") for column in columns]
+    return [f"> {text}" if more else text for text, more in zip(texts, is_sum, strict=True)]
+
+
+def _is_unknown(row: Mapping[str, Any]) -> bool:
+    return row.get("activations", 0) is None
 
 
 # ------------------------------------------------------------------------------ what fits
@@ -191,7 +201,7 @@ def _compare(
     title = f"memory of {script} on {counted(workers, 'worker')}"
     tables = _what_fits(title, needs, layers, limit_bytes)
     show({**document, "strategies": needs, "layers": layers}, tables, as_json)
-    if not any(need["fits"] for need in needs):
+    if all(need["fits"] is False for need in needs):
         raise CheckFailed(_none_fits(needs, layers, limit_bytes))
 
 
@@ -205,9 +215,11 @@ def limit_of(text: str | None) -> int | None:
 def need_of(
     strategy: str, devices: Sequence[dict[str, Any]], limit_bytes: int | None, refused: str = ""
 ) -> dict[str, Any]:
-    """A strategy fits where its fullest device does."""
+    """A strategy fits where its fullest device does; None: that is not known."""
     most = max((device["total"] for device in devices), default=0)
     fits = not refused and (limit_bytes is None or most <= limit_bytes)
+    if fits and limit_bytes is not None and any(map(_is_unknown, devices)):
+        fits = None
     need = {"strategy": strategy, "most": most, "devices": devices, "fits": fits}
     return need | ({"refused": refused} if refused else {})
 
@@ -268,17 +280,17 @@ def _none_fits(
 def _what_fits(
     title: str, needs: list[dict[str, Any]], layers: list[dict[str, Any]], limit_bytes: int | None
 ) -> Iterator[Table | str]:
-    def verdict(total: int) -> str:
+    def verdict(row: Mapping[str, Any]) -> str:
         if limit_bytes is None:
             return ""
-        return "fits" if total <= limit_bytes else "too large"
+        return "too large" if row["total"] > limit_bytes else "?" if _is_unknown(row) else "fits"
 
     size = "" if limit_bytes is None else show_bytes(limit_bytes)
     rows = [
         [
             *("" if number else need["strategy"], device["where"]),
             *_cells(device, [*_MAIN, "other", "total"]),
-            verdict(device["total"]),
+            verdict(device),
         ]
         for need in needs
         for number, device in enumerate(need["devices"])
@@ -297,7 +309,7 @@ def _what_fits(
             [
                 *(layer["layer"], str(layer["count"])),
                 *_cells(layer, ["state", "activations", "total"]),
-                verdict(layer["total"]),
+                verdict(layer),
             ]
             for layer in layers
             if layer in largest
@@ -305,4 +317,6 @@ def _what_fits(
         yield plain_table(title, heads, rows, left=1)
     if size:
         fitting = ", ".join(need["strategy"] for need in needs if need["fits"])
-        yield f"within {size} a device: {fitting or 'none of them'}"
+        unknown = ", ".join(need["strategy"] for need in needs if need["fits"] is None)
+        text = f"within {size} a device: {fitting or 'none of them'}"
+        yield text + (f"; not known of {unknown}" if unknown else "")

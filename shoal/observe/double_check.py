@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.errors import ShoalError
+from shoal.runtime.run_dir import read
 from shoal.runtime.wording import counted
 
 Tensors = dict[str, Tensor]
@@ -50,7 +51,9 @@ class CapturedRun:
 
     @classmethod
     def read(cls, folder: Path) -> CapturedRun:
-        document: dict[str, Any] = json.loads((folder / "capture.json").read_text())
+        document = read(folder / "capture.json")
+        if document is None:
+            raise ShoalError(f"{folder} has no result of the run that can be read")
         files = {"tensors": "final", "start": "start", "early": "early", "optimizer": "optimizer"}
         for key, name in files.items():
             if (folder / f"{name}.safetensors").is_file():

@@ -21,26 +21,33 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.call import Call
+from shoal.comm.executors.solo import Solo
+from shoal.comm.group import Group
 from shoal.data.rows import num_rows, take_rows
 from shoal.errors import BadInput, StopTraining
 from shoal.observe import model_sizes
-from shoal.replica.expert.mixtures import mixtures_for
+from shoal.replica.deferred_init import DeferredInit
+from shoal.replica.expert.mixtures import Mixture, mixtures_for
 from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.loss import BoundLoss, LossFunction
 from shoal.replica.microbatch_context import Loss
 from shoal.replica.pipeline.stages import Stages
+from shoal.replica.split.build_shard import roles_of
+from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.runtime.config import MemoryEstimateConfig
 from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.base import Batches
-from shoal.strategy.split_terms import Pp
+from shoal.strategy.split_terms import Pp, Tp
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.sync import plan_for
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.train.job import Job
-from shoal.train.own_loop.setup import loop_term
+from shoal.train.own_loop.setup import loop_term, tensor_plans
 from shoal.train.step.options import StepOptions
+from shoal.transport.transport import DoneWork, Work
 
 
 @dataclass(frozen=True)
@@ -64,29 +71,27 @@ def memory_of(
 ) -> list[WorkerMemory]:
     """What each worker holds; `stages` are the sizes of each stage of a replica.
 
-    Where layers are split (tp) the workers of a stage are taken to hold equal parts, as a balanced
-    split gives. Where they have other tokens (ep, cp) they divide the activations; `stages` have
-    the experts of one worker.
+    Workers that have other tokens (ep, cp) divide the activations; `stages` have the experts and
+    the slices of layers (tp) of one worker.
     """
     layout = strategy.layout(workers)
     plan = plan_for(strategy.sync_for(layout.replicas))
-    of_stage = layout.ep * layout.cp * layout.tp
+    of_stage = layout.ep * layout.cp
     found: list[WorkerMemory] = []
     for replica in range(layout.replicas):
         for sizes, held in zip(stages, activations, strict=True):
             memory = asdict(plan.memory(sizes, replica, layout.replicas))
-            counts = {name: math.ceil(value / layout.tp) for name, value in memory.items()}
             saved = None if held is None else math.ceil(held / of_stage)
-            found += [WorkerMemory(**counts, activations=saved)] * of_stage
+            found += [WorkerMemory(**memory, activations=saved)] * of_stage * layout.tp
     return found
 
 
 def servers_of(strategy: Strategy, workers: int, stages: Sequence[ModelSizes]) -> list[int]:
     """Bytes of each server process, where there are some; each has a part of every stage."""
-    replicas = strategy.layout(workers).replicas
-    plan = plan_for(strategy.sync_for(replicas))
-    held = [plan.server_memory(sizes, replicas) for sizes in stages]
-    return [sum(parts) for parts in zip(*held, strict=True)]
+    layout = strategy.layout(workers)
+    plan = plan_for(strategy.sync_for(layout.replicas))
+    held = [plan.server_memory(sizes, layout.replicas) for sizes in stages]
+    return [layout.tp * sum(parts) for parts in zip(*held, strict=True)]
 
 
 def stage_sizes(
@@ -109,6 +114,27 @@ def split_model(model: nn.Module, pp: Pp | None) -> Stages | None:
     if pp is None or pp.size == 1:
         return None
     return Stages(model, pp.size, build(pp.schedule, pp.size, 1, pp.chunks).chunks, pp.cuts)
+
+
+class Absent(Solo):
+    """Rank 0 of a group whose other ranks are not there: nothing arrives."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def submit(self, call: Call) -> Work:
+        return DoneWork()
+
+
+def split_layers(model: nn.Module, tp: Tp | None, mixtures: list[Mixture]) -> None:
+    """Let the layers that tp splits be those of the first worker, as a run does."""
+    if tp is None or tp.size == 1:
+        return
+    roles = roles_of(model, tp, mixtures)
+    meta = torch.device("meta")
+    filled = DeferredInit(nn.Sequential()).fill_in_turn(model, meta)
+    split = TensorSplit(model, roles, Group(Absent(tp.size)), meta, filled, tp.sequence)
+    split.rng.active = False  # it would look at what it draws
 
 
 def stage_activations(virtual: Sequence[int], pp: Pp | None, microbatches: int) -> list[int]:
@@ -175,6 +201,8 @@ class EstimateJob(Job):
         strategy = self._strategy
         if strategy.sync is not None:
             strategy = replace(strategy, sync=strategy.sync.in_own_loop())
+        for model, tp in zip(models, tensor_plans(models, strategy.tp), strict=True):
+            split_layers(model, tp, [])
         sizes = model_sizes.loop_sizes(models, [o for o in objects if not isinstance(o, nn.Module)])
         self._estimates += [memory_of(strategy, self._workers, [s], [None]) for s in sizes]
         self._servers += [servers_of(strategy, self._workers, [s]) for s in sizes]
@@ -212,17 +240,19 @@ class EstimateJob(Job):
         largest = max(1, math.ceil(total / (rows_of * microbatches)))
         micro = take_rows(content, [range(largest)], total)
         split = split_model(model, pp)
+        ep = self._strategy.ep
+        mixtures = [] if ep is None else mixtures_for(model, ep)
+        split_layers(model, self._strategy.tp, mixtures)
         activations: Sequence[int | None] = [None] * (split.stages if split else 1)
         try:
             virtual = model_sizes.activation_bytes(model, loss, micro, options.precision, split)
             activations = stage_activations(virtual, pp, microbatches)
         except Exception as error:  # whatever the user's model does with a fake tensor
             self._whys.append(first_line(error))
-        if self._strategy.ep is not None:
-            mixtures = mixtures_for(model, self._strategy.ep)
-            keep_first_experts(mixtures, self._strategy.ep.size)
+        if ep is not None:
+            keep_first_experts(mixtures, ep.size)
         # under ep gradients are summed over its workers at the parameters
-        accumulates = microbatches > 1 or self._strategy.ep is not None
+        accumulates = microbatches > 1 or ep is not None
         accumulates = accumulates or batches is Batches.WHOLE_DATASET
         given: dict[str, Any] = {"accumulates": accumulates and not options.exact}
         given["exact_microbatches"] = options.microbatches if options.exact else None

@@ -295,10 +295,10 @@ def written_by(name: str) -> int | None:
     return None if found is None else int(found[2])
 
 
-def read(file: Path) -> dict[str, Any] | None:
+def read(file: Path, most_bytes: int = _MAX_REPORT_BYTES) -> dict[str, Any] | None:
     """The document of a file of a run; None where there is none that can be read."""
     try:
-        if file.stat().st_size > _MAX_REPORT_BYTES:
+        if file.stat().st_size > most_bytes:
             return None
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.runtime.run_dir import RunDir
+from shoal.errors import BadInput
+from shoal.runtime.run_dir import RunDir, read
 
 T = TypeVar("T")
 COMPUTE = ("forward", "backward", "update")
@@ -25,6 +26,7 @@ ISSUED = "issued"  # a track: the moments at which messages were handed over
 INJECTED = "injected"  # the sleep of --slow
 STEP = "step"
 LOAD = "load"  # the next batch
+_MAX_BYTES = 1 << 30  # of a rank's spans
 TRAINING = (STEP, LOAD)  # on the track "steps": not start-up, evaluation, checkpoints
 
 
@@ -129,7 +131,8 @@ def read_spans(folder: Path) -> dict[int, list[Span]]:
     """The spans of each rank in `folder`, by rank."""
     spans_by_rank: dict[int, list[Span]] = {}
     for path in RunDir(folder).all_spans():
-        document = json.loads(path.read_text())
+        if (document := read(path, _MAX_BYTES)) is None:
+            raise BadInput(f"{path} has no trace, or more than {_MAX_BYTES >> 20} MiB of it")
         spans_by_rank[int(document["rank"])] = [Span(*row) for row in document["spans"]]
     return dict(sorted(spans_by_rank.items()))
 

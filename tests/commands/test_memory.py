@@ -33,6 +33,7 @@ def memory(tmp_path: Path, script: str, *words: str) -> dict[str, Any]:
         'localsgd(every=5, outer="nesterov", compress="int8")',
         "ps",
         "pp(2)",
+        "tp(2)",  # the bias behind a row layer is whole
     ],
 )
 def test_the_estimate_is_what_is_measured(tmp_path: Path, strategy: str) -> None:
@@ -71,11 +72,11 @@ def test_a_model_of_400_gigabytes_is_estimated(tmp_path: Path) -> None:
     assert max(parameters) == pytest.approx(240e9, rel=1e-6)  # one parameter is not divided
 
 
-def test_what_is_not_built_yet_is_estimated_and_not_measured(tmp_path: Path) -> None:
-    found = memory(tmp_path, scripts.PLAIN, "-n", "4", "-s", "ddp + tp(2)")
-    alone = memory(tmp_path, scripts.PLAIN, "-n", "2", "-s", "ddp")
-    for half, whole in zip(found["estimated"], alone["estimated"] * 2, strict=True):
-        assert half["parameters"] == pytest.approx(whole["parameters"] / 2, abs=1)
+def test_a_model_that_tp_refuses_is_not_estimated(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    asked = 'tp(2, plan={"nowhere": "column"})'
+    done = shoal("memory", "train.py", "-n", "2", "-s", asked, cwd=tmp_path)
+    assert done.returncode == 2 and "nowhere" in done.stderr
 
 
 def test_a_model_that_looks_at_values_has_no_known_activations(tmp_path: Path) -> None:
@@ -129,9 +130,11 @@ def test_tables_name_stages_servers_and_layers(tmp_path: Path) -> None:
 
 
 def test_a_strategy_fits_where_its_fullest_device_does() -> None:
-    stages = [{"where": f"stage {i}", "total": 9 + i} for i in range(3)]
+    stages: list[dict[str, Any]] = [{"where": f"stage {i}", "total": 9 + i} for i in range(3)]
     assert [need_of("pp(3)", stages, limit)["fits"] for limit in (11, 10)] == [True, False]
     assert not need_of("ep(2)", [], None, "no experts")["fits"]
+    stages[0]["activations"] = None
+    assert [need_of("pp(3)", stages, limit)["fits"] for limit in (11, 10)] == [None, False]
 
 
 def test_a_limit_is_a_size() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import BadInput
 from shoal.runtime import trace
+from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import OFF, Recorder, Span, chrome_events
 
 
@@ -66,3 +68,10 @@ def test_a_rank_is_a_process_and_a_lane_a_thread_of_the_chrome_trace() -> None:
             ("forward", "main", 0, 0.0, 1.5, {"detail": "micro-batch"}),
         )
     ]
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "[1]", "\xff"])
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
+    RunDir(tmp_path).spans(0).write_text(text, "latin-1")
+    with pytest.raises(BadInput, match="has no trace"):
+        trace.read_spans(tmp_path)

@@ -272,8 +272,13 @@ class RemoteWorkers(RemoteProcesses):
         if rank is None or rank not in agent.placed.ranks:
             return
         if message.name.endswith(".json"):
-            document = json.loads(text)
-            if "time_ns" in document:
+            try:
+                document = json.loads(text)
+            except (ValueError, RecursionError):
+                document = None
+            if not isinstance(document, dict):  # nothing that a worker writes
+                return
+            if isinstance(document.get("time_ns"), int):
                 document["time_ns"] += time.monotonic_ns() - message.clock_ns
             if "lost_at" in document:  # the steps that are known are those of its earlier process
                 document["lost_at"] = self._run_dir.steps_done(rank) or 0

@@ -5,12 +5,9 @@ What is chosen equals one device's result, and is one that the notation alone ca
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-
-import msgspec
 
 from shoal.calibration.measure import calibrated_cluster
 from shoal.cluster import Cluster
@@ -23,7 +20,9 @@ from shoal.plan.search import AS_FAST, SearchOptions, search
 from shoal.plan.workloads import Workload
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.runtime.config import PROFILE, RunConfig, WorkloadTraceConfig
+from shoal.runtime.decoders import decode_json
 from shoal.runtime.files import scratch_folder
+from shoal.runtime.run_dir import read
 from shoal.strategy.strategy import Strategy, as_strategy
 
 PROFILE_S = 3.0
@@ -41,7 +40,7 @@ def measure_profile(
         file = folder / PROFILE
         if not file.is_file():
             raise BadInput("the script has ended without a step of job.step to profile")
-        return msgspec.json.decode(file.read_bytes(), type=ModelProfile)
+        return decode_json(file.read_bytes(), ModelProfile)
 
 
 Say = Callable[[str], None]
@@ -71,7 +70,7 @@ def traced(config: RunConfig, run: ScriptRun) -> tuple[TracedWorkload, int]:
         file = folder / "workload.json"
         if not file.is_file():
             raise BadInput("the script has ended without a training step of job.step")
-        document = json.loads(file.read_text())
+        document = read(file) or {"error": "its trace cannot be read"}
     if "error" in document:
         raise BadInput(f"the model could not be traced: {document['error']}")
     return TracedWorkload.from_json(document["workload"].encode()), int(document["batch"])

@@ -29,6 +29,7 @@ from shoal.plan.workloads import (
     SplitLimits,
     StageTensors,
 )
+from shoal.runtime.decoders import decode_json
 
 
 def stage_tensors(
@@ -156,7 +157,7 @@ class TracedWorkload:
 
     @classmethod
     def from_json(cls, text: bytes) -> TracedWorkload:
-        return msgspec.json.decode(text, type=cls)
+        return decode_json(text, cls)
 
 
 def _along(batches: tuple[int, int], rows: float) -> float:

@@ -75,7 +75,7 @@ def build_shard(
             "sequence=True"
         )
     mixtures = [] if ep is None else _mixtures(model, ep)
-    roles = {} if tp is None else _roles(model, tp, mixtures)
+    roles = {} if tp is None else roles_of(model, tp, mixtures)
     if pp is not None and mesh.pp.size > 1:
         from shoal.replica.split.stage_shard import StageShard
 
@@ -116,7 +116,7 @@ def _mixtures(model: nn.Module, ep: Ep) -> list[Mixture]:
     return mixtures_for(model, ep)
 
 
-def _roles(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:
+def roles_of(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:
     """Of layers that tp splits; experts of a list are complete on their worker."""
     from shoal.replica.expert.mixtures import in_listed_expert
     from shoal.replica.tensor.plan import plan_of
