@@ -11,7 +11,6 @@ do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,10 @@ class ScriptCommand(TyperCommand):
 
     def _split(self, words: list[str], command: str) -> list[str]:
         """The words with `--` before those of the script; BadInput for what is likely a typo."""
-        takes_value = dict(self._options())
+        takes_value = {"--help": False, "-h": False}  # whether one follows the option
+        for option in self.params:
+            names = [name for name in (*option.opts, *option.secondary_opts) if name[0] == "-"]
+            takes_value |= dict.fromkeys(names, not getattr(option, "is_flag", False))
         arguments = [p.name for p in self.params if p.param_type_name == "argument"]
         at = _script_at(words, takes_value, arguments.index("args") - 1)
         if at is None:
@@ -59,14 +61,6 @@ class ScriptCommand(TyperCommand):
                 script.check(word, command, list(takes_value))
                 theirs.append(word)
         return [*ours, "--", *theirs]
-
-    def _options(self) -> Iterator[tuple[str, bool]]:
-        """The options by name, and whether a value follows."""
-        yield from (("--help", False), ("-h", False))
-        for option in self.params:
-            for name in [*option.opts, *option.secondary_opts]:
-                if name.startswith("-"):
-                    yield name, not getattr(option, "is_flag", False)
 
 
 class _Script:

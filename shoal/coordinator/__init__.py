@@ -130,10 +130,6 @@ class KeepAlive(Tagged, frozen=True):
     lease_id: Number
 
 
-class Revoke(Tagged, frozen=True):
-    lease_id: Number
-
-
 class List(Tagged, frozen=True):
     name: Name
 
@@ -156,7 +152,7 @@ class Watch(Tagged, frozen=True):
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
-Mutation = Grant | Revoke | PutIf | DeleteIf
+Mutation = Grant | PutIf | DeleteIf
 Request = Mutation | KeepAlive | List | Watch
 Outcome = Lease | int  # of a mutation; the revision of a change
 Answer = Outcome | float | Listing | Changes | Failed  # a number of seconds: what a lease has left
@@ -185,10 +181,6 @@ class Coordinator(AbstractContextManager["Coordinator"]):
     def keep_alive(self, lease_id: int) -> float:
         """Renew a lease; the seconds that are left of it now, at least. LeaseLost."""
         return self._result(KeepAlive(lease_id), float)
-
-    def revoke(self, lease_id: int) -> None:
-        """End a lease and delete its keys; nothing if it has ended."""
-        self._result(Revoke(lease_id), int)
 
     def get(self, key: str) -> Versioned | None:
         return self.list(key).entries.get(key)

@@ -41,7 +41,6 @@ from shoal.coordinator import (
     Listing,
     PutIf,
     Request,
-    Revoke,
     Unavailable,
     Watch,
 )
@@ -190,8 +189,6 @@ class EtcdCoordinator(Coordinator):
                 return self._grant(math.ceil(ttl_s), deadline_s)
             case KeepAlive(lease_id):
                 return self._keep_alive(lease_id, deadline_s)
-            case Revoke(lease_id):
-                return self._revoke(lease_id, deadline_s)
         with self._changes.lock:
             if isinstance(request, List):
                 return self._list(request.name, deadline_s)
@@ -218,14 +215,6 @@ class EtcdCoordinator(Coordinator):
         if ttl_s <= 0:
             raise LeaseLost.of(lease_id)
         return max(0.0, ttl_s - (time.monotonic() - tried.sent_s))
-
-    def _revoke(self, lease_id: int, deadline_s: float) -> int:
-        try:
-            self._leases.post("/v3/lease/revoke", {"ID": str(lease_id)}, etcd.Revision, deadline_s)
-        except etcd.EtcdError as error:
-            if error.code != etcd.NOT_FOUND:
-                raise
-        return 0
 
     def _list(self, name: str, deadline_s: float) -> Listing:
         self._changes.settle(deadline_s)

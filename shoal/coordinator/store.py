@@ -29,7 +29,6 @@ from shoal.coordinator import (
     Number,
     Outcome,
     PutIf,
-    Revoke,
     Tagged,
     Unavailable,
     Versioned,
@@ -187,8 +186,6 @@ class Store:
                 self._next_lease += 1
                 self._leases[lease.id] = _HeldLease(change, now_s + ttl_s)
                 return lease
-            case Revoke(lease_id):
-                self._end(lease_id)
             case Expired(lease_ids):
                 for lease_id in lease_ids:
                     self._end(lease_id)

@@ -122,16 +122,10 @@ class RunOutcome:
     @property
     def unmeasured(self) -> str | None:
         """Why there is no speed, or no speed-up, where there is none."""
-        if not self.ran:
-            return None
-        if self.steps_per_s is not None:
-            return self._doubt
-        steps = counted(self.steps, "step")
-        return f"{steps} at this number of --steps: too few to measure a speed"
-
-    @property
-    def _doubt(self) -> str | None:
-        if self.speed_up is not None or not self.speed_ups:
+        if self.ran and self.steps_per_s is None:
+            steps = counted(self.steps, "step")
+            return f"{steps} at this number of --steps: too few to measure a speed"
+        if not self.ran or self.speed_up is not None or not self.speed_ups:
             return None
         low, high = min(self.speed_ups), max(self.speed_ups)
         if high > SPREAD * low:
@@ -246,11 +240,8 @@ def speed_ups(runs: Iterable[RunOutcome]) -> dict[str, list[float]]:
 def patience_s(single: ComparedRun) -> float | None:
     """How long another run may take; None where single has not ended."""
     report = RunDir(Path(single.folder)).read_reports(1)[0]
-    return (
-        None
-        if not report or "wall_s" not in report
-        else max(_PATIENCE_S, _SLOW * float(report["wall_s"]))
-    )
+    wall_s = (report or {}).get("wall_s")
+    return None if wall_s is None else max(_PATIENCE_S, _SLOW * float(wall_s))
 
 
 def steps_per_s(reports: Sequence[dict[str, Any]], in_turns: bool) -> float | None:

@@ -47,12 +47,8 @@ class Faults:
     run_dir: RunDir | None = None
     server_kills: Kills = ()
 
-    def at_start(self) -> None:
-        """Called before the worker joins the others."""
-        self._kill(0)
-
-    def _kill(self, step: int) -> None:
-        """Carry out what is due, and what no other worker has carried out."""
+    def kill(self, step: int) -> None:
+        """Carry out what is due, and what no other worker has; 0: before it joins the others."""
         for server, at in self.server_kills:
             if self.run_dir is not None and step >= at and self.run_dir.claim_kill(server, at):
                 pid = self.run_dir.read_server_pid(server)
@@ -72,7 +68,7 @@ class Faults:
         """`run` with these faults; `number()` is the number of the step."""
 
         def faulty(*args: object) -> T:
-            self._kill(number())
+            self.kill(number())
             began_s = clock_s()
             result = run(*args)
             (sleep or time.sleep)((self.slow - 1) * max(0.0, clock_s() - began_s))

@@ -52,28 +52,21 @@ def require_protected(config: RunConfig, what: str, says: bool = True) -> bytes 
     `says`: print the line of a trusted network, once in this process; for one rank of a run.
     """
     secret = config.read_secret()
-    if secret is not None:
-        return secret
-    if not config.tls.trusted_network:
-        raise BadInput(without_key(what))
-    if says:
-        _say(f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1")
-    return None
+    if secret is None:
+        require_trusted_network(config, what, says, f"without a key: {_HOW}, or")
+    return secret
 
 
-def require_trusted_network(config: RunConfig, what: str, says: bool = True) -> None:
+def require_trusted_network(
+    config: RunConfig, what: str, says: bool = True, why: str = "and cannot ask others for a key:"
+) -> None:
     """For `what` that listens beyond this host and cannot ask for a key, such as Gloo."""
     if not config.tls.trusted_network:
-        raise BadInput(
-            f"{what} would listen beyond this host and cannot ask others for a key: {_OR_TRUST}"
-        )
-    if says:
-        _say(f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1")
-
-
-def without_key(what: str) -> str:
-    """Why `what` does not start, and what to do."""
-    return f"{what} would listen beyond this host without a key: {_HOW}, or {_OR_TRUST}"
+        raise BadInput(f"{what} would listen beyond this host {why} {_OR_TRUST}")
+    sentence = f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1"
+    if says and sentence not in _said:
+        _said.add(sentence)
+        say(sentence)
 
 
 def is_loopback(host: str) -> bool:
@@ -81,9 +74,3 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"
-
-
-def _say(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
-        say(sentence)

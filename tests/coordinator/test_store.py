@@ -18,7 +18,6 @@ from shoal.coordinator import (
     List,
     Mutation,
     PutIf,
-    Revoke,
     Unavailable,
     alive_key,
     forget,
@@ -32,7 +31,6 @@ KEYS = st.sampled_from(["a", "chain/0", "chain/1", "alive/1"])
 LEASES = st.integers(1, 4)
 REQUESTS = st.one_of(
     st.builds(Grant, st.sampled_from([0.5, 2.0]), st.just("holder")),
-    st.builds(Revoke, LEASES),
     st.builds(PutIf, KEYS, st.binary(max_size=3), st.integers(0, 6), st.none() | LEASES),
     st.builds(DeleteIf, KEYS, st.integers(0, 6)),
 )
@@ -182,3 +180,20 @@ def test_the_key_of_a_process_that_has_exited_is_deleted() -> None:
     assert forget(coordinator, 1, 1234)
     assert not forget(coordinator, 1, 1234)
     assert list(coordinator.live("alive/")) == ["alive/2"]
+
+
+def test_a_key_is_bound_to_the_lease_of_its_latest_value() -> None:
+    clock = Clock()
+    coordinator = LocalCoordinator(clock)
+    first, second = coordinator.grant(1.0, "first"), coordinator.grant(2.0, "second")
+    one = coordinator.put_if("a", b"1", 0, first.id)
+    two = coordinator.put_if("a", b"2", one.version, second.id)
+    coordinator.put_if("b", b"1", 0, first.id)
+    clock.now_s = 1.5
+    assert coordinator.get("a") == two
+    assert coordinator.get("b") is None
+    coordinator.put_if("a", b"3", two.version)
+    assert coordinator.live("a") == {}
+    clock.now_s = 2.5
+    found = coordinator.get("a")
+    assert found is not None and found.value == b"3"

@@ -184,7 +184,7 @@ def prepare_model(
 ) -> PreparedModel:
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.services.faults is not None:
-        context.services.faults.at_start()
+        context.services.faults.kill(0)
     check_modules(model, term, context)
     for change in context.before_build:
         change(model)
