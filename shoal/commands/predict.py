@@ -62,16 +62,19 @@ def _cells(one: Prediction, first: Prediction) -> list[str]:
     ]
 
 
+WorkerNumbers = Annotated[
+    str,
+    typer.Option(
+        "--workers", "-n", metavar="INTEGERS", help="Number of workers, or several: 2,4,8."
+    ),
+]
+
+
 @options.with_fields
 def predict(
     asked: SubjectOptions,
     of_step: PredictedStepOptions,
-    numbers: Annotated[
-        str,
-        typer.Option(
-            "--workers", "-n", metavar="INTEGERS", help="Number of workers, or several: 2,4,8."
-        ),
-    ] = "1",
+    numbers: WorkerNumbers = "1",
     strategy: options.Strategy = None,
     order: Annotated[
         str, typer.Option(help="Of ranks: shoal, or megatron (replicas inside of stages).")
