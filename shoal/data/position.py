@@ -71,6 +71,8 @@ class Positions:
     _known: list[LoopPosition] = field(default_factory=list)  # of a checkpoint, not yet begun
     turn: int | None = None
     is_asked: bool = False
+    note: str = ""  # about the first loop, for the user
+    _is_first_epoch: bool = False  # the one that was saved, and has ended as far as is known
     _latest: dict[str, tuple[Any, LoopPosition]] = field(default_factory=dict)  # data, of each site
 
     def add(self, place: Place, data: Any) -> LoopPosition:
@@ -84,6 +86,11 @@ class Positions:
         is_known = len(self.loops) < len(self._known)
         loop = self._known[len(self.loops)] if is_known else LoopPosition()
         before, latest = self._latest.get(place.site, (_UNKNOWN, None))
+        if self._is_first_epoch and latest is None and place.counters[:1] == (1,) and not is_known:
+            raise BadInput(
+                "the checkpoint was saved in epoch 0 of job.epochs before or without this loop "
+                "over job.batches, which may be lost: save at the end of an epoch, or inside a loop"
+            )
         is_same = before is data or (before is _UNKNOWN and not isinstance(data, Iterator))
         if latest is not None and is_same and not is_known:
             loop.past, latest.past = [*latest.past, latest.batches], []
@@ -101,6 +108,11 @@ class Positions:
         if place.turns is not None and place in places:
             return places.index(place)
         if places[0] and not turns:  # another loop, such as that of a script for fine-tuning
+            here, there = (p.site.rpartition(" ")[0] for p in (place, places[0]))
+            self.note = (
+                f"the checkpoint knows no loop over job.batches in {here}, but in {there}: this "
+                "one begins with its first batch"
+            )
             return len(places)
         if place.turns is not None and all(t is not None and t < place.turns for t in turns):
             return len(places)
@@ -113,8 +125,12 @@ class Positions:
         return 0
 
     def turns_left(self, number: int) -> range:
-        """Of `job.epochs`."""
+        """Of `job.epochs`; the latest one again where it lacks a loop that the one before had."""
+        places = [loop.place for loop in self._known if loop.place and loop.place.counters]
+        latest = {place.site: place.counters[0] for place in places}.values()
         is_left = all(loop.is_left or loop.is_over for loop in self._known)
+        is_left &= not self.turn or not {self.turn, self.turn - 1} <= set(latest)
+        self._is_first_epoch = self.turn == 0 and is_left
         begun = len(self._known) if self.turn is None else self.turn + 1
         return range(begun if is_left else begun - 1, number)
 

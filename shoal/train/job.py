@@ -198,6 +198,7 @@ class Job(LoopMethods):
         place = self.mesh.data.rank, self.mesh.data.size  # in the micro-batches of the latest step
         split = self._steps[-1].options.split(*place) if self._steps else BatchSplit(*place)
         rows = self._stream.batches(data, split, options)
+        self._say_once(self._stream.positions.note)
         batches = traced_items(self._services.tracer, LOAD, "steps", rows)
         return self._loop.over(batches) if self._loop.parts else batches
 
@@ -435,7 +436,7 @@ class Job(LoopMethods):
         return self.rank == self._state.lowest_replica * (self.size // self.replicas)
 
     def _say_once(self, sentence: str) -> None:
-        if self._is_first and sentence not in self._printed:
+        if sentence and self._is_first and sentence not in self._printed:
             self._printed.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
 

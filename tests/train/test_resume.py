@@ -124,12 +124,55 @@ def test_a_loop_that_may_be_any_of_several_is_refused(tmp_path: Path) -> None:
         in_a_while(1)
 
 
-def test_another_script_trains_on_all_of_its_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", 'ps(placement="rank0")', "pp(2)"])
+@pytest.mark.parametrize("lost_at", [3, 6, 9])
+def test_two_loops_an_epoch_with_saves_between_and_behind_them(
+    world: World, tmp_path: Path, strategy: str, lost_at: int
+) -> None:
+    """An epoch is two batches of one dataset and one of another, in which the script is lost."""
+
+    def run(name: str, lost_at: int | None) -> list[Any]:
+        def body(group: Group) -> Any:
+            job = Job(parse(strategy), group, device=CPU, seed=3)
+            step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+            if (tmp_path / name).exists():
+                job.load(tmp_path / name)
+            try:
+                for _ in job.epochs(4):
+                    for batch in job.batches(samples(20), 10):
+                        step(batch)
+                    job.save(tmp_path / name)
+                    for batch in job.batches(samples(10, seed=5), 10):
+                        step(batch)
+                        if job.steps == lost_at:
+                            return None
+                    job.save(tmp_path / name)
+                return job.steps, step.flat.data.clone()
+            finally:
+                job.close()
+
+        return world(2, body)
+
+    whole = run("whole", None)
+    run("model", lost_at)
+    if lost_at == 3:  # nothing tells whether epoch 0 had a second loop
+        with pytest.raises(BadInput, match=r"saved in epoch 0 .* without this loop"):
+            run("model", None)
+        return
+    for mine, of_whole in zip(run("model", None), whole, strict=True):
+        assert mine[0] == of_whole[0] == 12
+        assert torch.equal(mine[1], of_whole[1])
+
+
+def test_another_script_trains_on_all_of_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(job_of(), tmp_path / "model", from_zero, None, False, dataset)
     job = job_of()
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
     job.load(tmp_path / "model")
     assert len([step(batch) for batch in job.batches(samples(40), 10, epochs=2)]) == 8
+    assert "no loop over job.batches in test_another_script" in capsys.readouterr().err
 
 
 SCRIPT = script("""
