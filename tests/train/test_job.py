@@ -257,6 +257,20 @@ def test_a_step_refuses_what_is_no_batch_for_its_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "size", "mean"),
+    [("ddp", 2, 3.5), ("cp(2)", 2, 3.0), ("ep(2)", 2, 3.0), ("ddp + cp(2)", 4, 3.5)],
+)
+def test_a_mean_is_over_all_samples_whatever_splits_them(
+    world: World, strategy: str, size: int, mean: float
+) -> None:
+    def body(group: Group) -> float:
+        job = Job(parse(strategy), group, device=CPU)
+        return float(job.mean(3.0 + job.replica))
+
+    assert world(size, body) == [mean] * size
+
+
+@pytest.mark.parametrize(
     ("use", "sentence"),
     [
         (lambda job, step: next(job.batches(samples(8), "4")), "batch_size .* number, not '4'"),

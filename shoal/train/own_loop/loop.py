@@ -369,11 +369,11 @@ class LoopMethods:
 
         A number or a tensor, without gradient. All ranks call it.
         """
-        return self._summed(value, self._loop.rows.fraction)
+        return self._summed(value, self._loop.rows.fraction, self.mesh.data, self.mesh.cp)
 
     def sum(self, value: Any) -> Any:
         """The sum over all workers; one without rows of the batch counts as 0."""
-        return self._summed(value, 0.0 if self._loop.rows.is_placeholder else 1.0)
+        return self._summed(value, 0.0 if self._loop.rows.is_placeholder else 1.0, self.mesh.data)
 
     def any(self, value: Any) -> bool:
         """Whether `value` is true on any rank: a decision that all agree on."""
@@ -387,12 +387,13 @@ class LoopMethods:
         self._refuse_elastic("job.barrier")
         self.mesh.world.barrier().wait()
 
-    def _summed(self, value: Any, fraction: float) -> Any:
+    def _summed(self, value: Any, fraction: float, *groups: Group) -> Any:
         self._refuse_elastic("job.mean and job.sum")
         given = torch.as_tensor(value, device=self.device).detach()
         if given.dim():
             self._note_exchange()
         exact = given if given.is_floating_point() else given.double()
         total = (exact * fraction if fraction else torch.zeros_like(exact)).contiguous()
-        self.mesh.dp.all_reduce(total).wait()
+        for group in groups:
+            group.all_reduce(total).wait()
         return total if isinstance(value, Tensor) else float(total)
