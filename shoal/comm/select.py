@@ -22,21 +22,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm import network as networks
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
-from shoal.comm.network import (
-    LOOPBACK,
-    HostNetwork,
-    HostSpec,
-    agreed_between,
-    in_ring_order,
-    open_engine,
-    open_links,
-    share_on_hosts,
-)
 from shoal.comm.store.authenticated import generation_name, own_generation
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.run_dir import RunDir
@@ -84,12 +75,12 @@ class GroupSpec:
         return is_ours and self.secret is not None
 
     @property
-    def network(self) -> HostNetwork:
+    def network(self) -> networks.HostNetwork:
         """The host of the rendezvous is one that all ranks reach."""
         master = self.config.environ.get("MASTER_ADDR")
         if self.init_method.startswith("tcp://"):
             master = urlsplit(self.init_method).hostname
-        return HostNetwork(self.config, self.is_one_host, master)
+        return networks.HostNetwork(self.config, self.is_one_host, master)
 
     @property
     def is_gloo_unused(self) -> bool:
@@ -162,7 +153,7 @@ def _meet_openly(spec: GroupSpec, store: Store, kept: list[Store]) -> Store:
         name = generation_name(proven, rank, size)
         if secret is None:
             return PrefixStore(name, store)
-        host = LOOPBACK if spec.is_one_host else spec.hostname or spec.network.address
+        host = networks.LOOPBACK if spec.is_one_host else spec.hostname or spec.network.address
         own = move_to_own_service(proven, name, rank, secret, host)
         kept.append(own)
         named = PrefixStore(spec.name, own)
@@ -182,7 +173,7 @@ def _open_shared(spec: GroupSpec) -> SharedMemory | Hierarchical | None:
     if spec.backend != "gloo" or spec.algorithm is not None:
         return None
     store = shared_store(f"memory of {spec.name}", spec.rank, spec.size)
-    host = HostSpec(spec.host_id, spec.run_dir, spec.network)
+    host = networks.HostSpec(spec.host_id, spec.run_dir, spec.network)
     return share_memory(store, spec.rank, spec.size, spec.timeout_s, host)
 
 
@@ -214,13 +205,13 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
     hosts = Topology.of(exchange(host_id(spec.host_id)), spec.rank)
-    placed = in_ring_order(hosts, spec.network, exchange)
+    placed = networks.in_ring_order(hosts, spec.network, exchange)
     order = tuple(rank for ranks in placed.hosts for rank in ranks)
-    if agreed_between(spec.network, exchange) == "gloo":
+    if networks.agreed_between(spec.network, exchange) == "gloo":
         spec.network.check_gloo(spec.rank)
         return TorchTransport(world), order
     topology = Topology(tuple((rank,) for rank in range(spec.size)), spec.rank)
-    engine = open_engine(topology, exchange, spec.timeout_s, spec.network)
+    engine = networks.open_engine(topology, exchange, spec.timeout_s, spec.network)
     return TcpTransport(engine, timeout_s=spec.timeout_s), order
 
 
@@ -245,24 +236,24 @@ def share_memory(
     rank: int,
     size: int,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    host: HostSpec | None = None,
+    host: networks.HostSpec | None = None,
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 
     None on all ranks if no two ranks share a host and Gloo joins them, or, with a warning, if one
     of them cannot share memory. `store` must have no other users.
     """
-    host = host or HostSpec()
+    host = host or networks.HostSpec()
     exchange = exchange_over(store, rank, size)
     topology = Topology.of(exchange(host_id(host.host_id)), rank)
     between = "tcp"
     if len(topology.hosts) > 1:
-        between = agreed_between(host.network, exchange)
-        topology = in_ring_order(topology, host.network, exchange)
+        between = networks.agreed_between(host.network, exchange)
+        topology = networks.in_ring_order(topology, host.network, exchange)
     if len(topology.hosts) == size > 1 and between == "gloo":
         host.network.check_gloo(rank)
         return None
-    local = share_on_hosts(topology, exchange, timeout_s, host.run_dir)
+    local = networks.share_on_hosts(topology, exchange, timeout_s, host.run_dir)
     if local is None:
         if len(topology.hosts) > 1:
             host.network.check_gloo(rank)
@@ -271,7 +262,7 @@ def share_memory(
     if len(topology.hosts) == 1:
         return local
     try:
-        links = open_links(between, topology, store, exchange, timeout_s, host.network)
+        links = networks.open_links(between, topology, store, exchange, timeout_s, host.network)
     except BaseException:
         local.close()
         raise

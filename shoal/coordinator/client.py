@@ -17,15 +17,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator import (
-    Answer,
-    Coordinator,
-    CoordinatorError,
-    Request,
-    Unavailable,
-    Watch,
-    describe,
-)
+from shoal import coordinator
 from shoal.coordinator.etcd_coordinator import ETCD_CALL_S, EtcdCoordinator
 from shoal.coordinator.etcd_gateway import RunKeys, check_trusted, is_etcd, parse_endpoints
 from shoal.errors import BadInput
@@ -41,10 +33,10 @@ CALL_S = 3.0
 START_S = 30.0  # a coordinator that has not been reached before may be starting
 _CLOSE_S = 1.0
 _MAX_ANSWER_BYTES = 32 << 20
-_answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
+_answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(coordinator.Answer)
 
 
-class RemoteCoordinator(Coordinator):
+class RemoteCoordinator(coordinator.Coordinator):
     """`who` asks, for errors. Calls end within `call_s`, the first one within `start_s`."""
 
     def __init__(
@@ -68,19 +60,19 @@ class RemoteCoordinator(Coordinator):
         self._calls.close()
         self._watches.close()
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: coordinator.Request) -> coordinator.Answer:
         is_known = self._calls.has_connected or self._watches.has_connected
         allowed_s = self._call_s if is_known else max(self._start_s, self._call_s)
         wire = self._calls
-        if isinstance(request, Watch):
+        if isinstance(request, coordinator.Watch):
             wire = self._watches
             allowed_s += request.timeout_s
-        what = describe(request)
+        what = coordinator.describe(request)
         try:
             with waiting(self._who, "the coordinator", what):
                 return wire.ask(request, time.monotonic() + allowed_s)
         except (OSError, Refused) as error:
-            raise Unavailable(
+            raise coordinator.Unavailable(
                 f"{self._who}: the coordinator at {self.address} has not answered {what} "
                 f"({error or 'no reason'})"
             ) from error
@@ -101,7 +93,7 @@ class _Wire:
         self._asking = threading.Lock()
         self._changing = threading.Lock()
 
-    def ask(self, request: Request, deadline_s: float) -> Answer:
+    def ask(self, request: coordinator.Request, deadline_s: float) -> coordinator.Answer:
         """Send it until it is answered: a number belongs to one request."""
         if not self._asking.acquire(timeout=_left_s(deadline_s)):
             raise TimeoutError("another request waits")
@@ -133,7 +125,9 @@ class _Wire:
             self._drop()
             self._asking.release()
 
-    def _exchange(self, request: Request, attempt: int, deadline_s: float) -> Answer:
+    def _exchange(
+        self, request: coordinator.Request, attempt: int, deadline_s: float
+    ) -> coordinator.Answer:
         try:
             connection = self._connection or self._connected(deadline_s)
             connection.sock.settimeout(_left_s(deadline_s))
@@ -145,7 +139,7 @@ class _Wire:
                 raise Refused(decode(meta, ErrorReply).reason)
             if answer.kind is not FrameKind.OK or answer.sequence != number:
                 raise Refused("the coordinator's answer belongs to no request")
-            decoded: Answer = _answers.decode(meta)
+            decoded: coordinator.Answer = _answers.decode(meta)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._drop()
             raise Refused(f"the coordinator's answer cannot be read: {error}") from error
@@ -188,7 +182,7 @@ ETCD_LEASE_TTL_S = 2.0  # the shortest that etcd grants
 
 def open_coordinator(
     config: RunConfig, who: str = "this process", call_s: float | None = None
-) -> Coordinator:
+) -> coordinator.Coordinator:
     """A client of `config.coordinator`; `who` asks, for errors. It connects when it is used."""
     address = config.coordinator
     if address is None:
@@ -220,12 +214,12 @@ def own_keys(config: RunConfig, who: str) -> Iterator[None]:
     with closing(etcd):
         try:
             etcd.remove_all()
-        except CoordinatorError as error:
+        except coordinator.CoordinatorError as error:
             raise BadInput(f"SHOAL_COORDINATOR is {config.coordinator}: {error}") from error
         try:
             yield
         finally:
-            with suppress(CoordinatorError):
+            with suppress(coordinator.CoordinatorError):
                 etcd.remove_all()
 
 

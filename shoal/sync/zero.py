@@ -29,14 +29,7 @@ from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
-from shoal.schedules.buffer_layout import (
-    DEFAULT_BUCKET_BYTES,
-    ON_THE_WAY,
-    REUSED_BYTES,
-    fitting,
-    must_settle,
-    sharded_bucket_bytes,
-)
+from shoal.schedules import buffer_layout
 from shoal.strategy.sync_terms import Zero
 from shoal.sync import Ownership, Replica, StepTraffic, Sync, SyncPlan, runs
 from shoal.sync.ddp import ExactReduce, exact_memory
@@ -212,7 +205,9 @@ class ZeroReduce(Sync):
     def _lay_out(self) -> None:
         flat = self.flat
         ranks = self.group.size
-        bucket_bytes = self._bucket_bytes or sharded_bucket_bytes(flat.size * flat.width, ranks)
+        bucket_bytes = self._bucket_bytes or buffer_layout.sharded_bucket_bytes(
+            flat.size * flat.width, ranks
+        )
         owned = flat.owned_buckets(ranks, bucket_bytes)
         self._owner = {bucket.start: rank for rank, bucket in owned}
         buckets = [bucket for _, bucket in owned]
@@ -226,7 +221,7 @@ class ZeroReduce(Sync):
             for where in self.sharded.copied
         ]
         self._last = buckets[-1].start
-        self._room_elements = ON_THE_WAY * bucket_bytes // flat.dtype.itemsize
+        self._room_elements = buffer_layout.ON_THE_WAY * bucket_bytes // flat.dtype.itemsize
         self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
         self._memory: Tensor | None = None  # of the bucket that is being filled
         self._sent: deque[_Sent] = deque()
@@ -313,7 +308,7 @@ class ZeroReduce(Sync):
         All ranks wait at the same bucket: they must make their calls in one order.
         """
         sizes = [sent.bucket.stop - sent.bucket.start for sent in self._sent]
-        while must_settle(sizes, bucket.stop - bucket.start, self._room_elements):
+        while buffer_layout.must_settle(sizes, bucket.stop - bucket.start, self._room_elements):
             sizes.pop(0)
             self._settle_first()
 
@@ -326,14 +321,14 @@ class ZeroReduce(Sync):
             self._kept_slice(bucket).add_(memory)
         whole = memory if memory._base is None else memory._base
         # of a host; the allocator of a GPU keeps memory itself
-        if whole.is_cpu and whole.nbytes >= REUSED_BYTES and not is_kept:
+        if whole.is_cpu and whole.nbytes >= buffer_layout.REUSED_BYTES and not is_kept:
             self._spare.append(whole)
 
     def _lend(self, size: int) -> Tensor:
-        number = fitting([memory.numel() for memory in self._spare], size)
+        number = buffer_layout.fitting([memory.numel() for memory in self._spare], size)
         if number is not None:
             return self._spare.pop(number)[:size]
-        if size * self.flat.dtype.itemsize >= REUSED_BYTES:
+        if size * self.flat.dtype.itemsize >= buffer_layout.REUSED_BYTES:
             self._spare.clear()
         return torch.empty(size, dtype=self.flat.dtype, device=self.flat.device)
 
@@ -424,7 +419,9 @@ class ZeroPlan(SyncPlan[Zero]):
             else ShardedUpdate(replica)
         )
         if replica.exact_microbatches is not None:
-            return ExactZero(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES, sharded)
+            return ExactZero(
+                replica, replica.exact_microbatches, buffer_layout.DEFAULT_BUCKET_BYTES, sharded
+            )
         return ZeroReduce(replica, self.term.stage, sharded)
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import BadInput, StrategyError
 from shoal.schedules.collectives.kinds import kind_named
-from shoal.strategy.parser import _MEANT, MAX_TEXT
-from shoal.strategy.strategy import Strategy, as_strategy, parse
+from shoal.strategy.strategy import _MEANT, MAX_TEXT, Strategy, as_strategy, parse
 from shoal.strategy.sync_terms import Ddp
 from shoal.strategy.terms import TERMS, ddp, pp, zero
 

@@ -22,18 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.here import output
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
-from shoal.launch.here.output import (
-    LineForwarder,
-    LogFiles,
-    OnProgress,
-    OutputPump,
-    OutputSink,
-    Streams,
-    Write,
-    discard_lines,
-    print_lines,
-)
 from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication, worker_config
 from shoal.launch.here.processes import Processes
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
@@ -94,7 +84,9 @@ class LaunchSpec:
 
 
 def launch(
-    spec: LaunchSpec, write: Write = print_lines, on_progress: OnProgress | None = None
+    spec: LaunchSpec,
+    write: output.Write = output.print_lines,
+    on_progress: output.OnProgress | None = None,
 ) -> RunResult:
     """Run the workers to their end; no process of the run is left when it returns.
 
@@ -113,11 +105,11 @@ def launch(
         spec = replace(spec, config=spec.config.with_environ(OMP_NUM_THREADS=str(threads)))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
-        logs = stack.enter_context(LogFiles(spec.logs, spec.appends_logs))
+        logs = stack.enter_context(output.LogFiles(spec.logs, spec.appends_logs))
         signals = SignalEvents(events.put)
         stack.enter_context(nullcontext() if spec.body else signals)
         run_dir = stack.enter_context(new_run_dir())
-        with OutputPump(events.put) as pump:
+        with output.OutputPump(events.put) as pump:
             run = Run(spec, run_dir, events, write, logs, pump.sink)
             supervisor, name = _run(run, pump, on_progress)
         if spec.body is not None and supervisor.failed and run_dir.preempted.exists():
@@ -132,9 +124,9 @@ class Run:
     spec: LaunchSpec
     run_dir: RunDir
     events: queue.SimpleQueue[Event]
-    write: Write
-    logs: LogFiles
-    sink: OutputSink
+    write: output.Write
+    logs: output.LogFiles
+    sink: output.OutputSink
 
     def __post_init__(self) -> None:
         self.logs.of("launcher")  # it is there from the start
@@ -144,11 +136,13 @@ class Run:
         _, launcher = self.streams("shoal: ", "launcher")
         self.sink.call(lambda: launcher.feed(f"{line}\n".encode()))
 
-    def streams(self, prefix: str, role: str, rank: int | None = None) -> Streams:
+    def streams(self, prefix: str, role: str, rank: int | None = None) -> output.Streams:
         """Of one process. A notebook sees what servers print if one fails."""
-        write = self.write if self.spec.body is None or role == "launcher" else discard_lines
+        write = self.write if self.spec.body is None or role == "launcher" else output.discard_lines
         log = self.logs.of(role, rank)
-        return LineForwarder(write, prefix, False, log), LineForwarder(write, prefix, True, log)
+        return output.LineForwarder(write, prefix, False, log), output.LineForwarder(
+            write, prefix, True, log
+        )
 
     def server_config(self, config: RunConfig, index: int) -> RunConfig:
         """A server knows the number of workers, and has no rank itself."""
@@ -176,7 +170,9 @@ class Run:
         return Supervisor(self.run_dir, policy, servers, self.say, *counts, self.events)
 
 
-def _run(run: Run, pump: OutputPump, on_progress: OnProgress | None) -> tuple[Supervisor, str]:
+def _run(
+    run: Run, pump: output.OutputPump, on_progress: output.OnProgress | None
+) -> tuple[Supervisor, str]:
     """Start all processes and wait for their end; the name of the run."""
     spec, run_dir = run.spec, run.run_dir
 
@@ -210,7 +206,7 @@ def _run(run: Run, pump: OutputPump, on_progress: OnProgress | None) -> tuple[Su
 def enter(
     spec: LaunchSpec,
     run_dir: RunDir,
-    write: Write,
+    write: output.Write,
     session: Sequence[int] = (),
     hosts: Sequence[str] | None = None,
 ) -> str:
@@ -240,14 +236,14 @@ class LocalServers(Processes):
     """The servers of a run on this host."""
 
     def __init__(
-        self, run: Run, pump: OutputPump, coordinator: RunCoordinator, policy: ServerPolicy
+        self, run: Run, pump: output.OutputPump, coordinator: RunCoordinator, policy: ServerPolicy
     ):
         super().__init__(run.events.put, "server", run.spec.forks)
         self._run = run
         self._pump = pump
         self._coordinator = coordinator
         self._policy = policy
-        self.stderr: list[LineForwarder] = []
+        self.stderr: list[output.LineForwarder] = []
 
     def start_all(self) -> None:
         self.stderr = [self._start_server(index) for index in range(self._run.spec.servers)]
@@ -259,7 +255,7 @@ class LocalServers(Processes):
     def note_exit(self, rank: int) -> None:
         self._coordinator.server_exited(rank, self.pid_of(rank))
 
-    def _start_server(self, index: int, again: bool = False) -> LineForwarder:
+    def _start_server(self, index: int, again: bool = False) -> output.LineForwarder:
         """`again`: in the place of one that was lost."""
         spec, run_dir = self._run.spec, self._run.run_dir
         config = replace(spec.config, failpoints=()) if again else spec.config
@@ -273,12 +269,12 @@ class LocalServers(Processes):
 class LocalWorkers(Processes):
     """The workers of a run on this host: copies of its command, or forks of this process."""
 
-    def __init__(self, run: Run, pump: OutputPump, on_progress: OnProgress | None):
+    def __init__(self, run: Run, pump: output.OutputPump, on_progress: output.OnProgress | None):
         super().__init__(run.events.put, forks=run.spec.forks)
         self._run = run
         self._pump = pump
         self._on_progress = on_progress
-        silent = LineForwarder(run.write, "", True)
+        silent = output.LineForwarder(run.write, "", True)
         self.stderr = [silent] * run.spec.workers
 
     def start_all(self, policy: LossPolicy) -> None:

@@ -26,15 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import shoal
-from shoal.errors import (
-    BadInput,
-    PeerLost,
-    ServerFailed,
-    ShardLost,
-    ShoalError,
-    WorkersFailed,
-    tells_of_lost_peer,
-)
+from shoal import errors
 from shoal.runtime.decoders import decode_json
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, signal_name
@@ -103,7 +95,7 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     report = FailureReport(
         time_ns=time.monotonic_ns(),
         exit_status=_exit_status(error),
-        sentence=str(error) if isinstance(error, ShoalError) else "",
+        sentence=str(error) if isinstance(error, errors.ShoalError) else "",
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         lost_peer=_is_lost_peer(error),
     )
@@ -129,7 +121,7 @@ def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
     )
 
 
-def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> ShoalError:
+def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> errors.ShoalError:
     """What the launcher raises for it; a mistake of the user comes without a traceback.
 
     `finished` are the workers that had finished by then.
@@ -141,11 +133,13 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
         how = f"ended with exit status {code}" if code >= 0 else failure.ending
         if failure.sentence:
             of_last = "" if _is_kill(failure) else f"\nserver {rank} {how}{tail}"
-            return ShardLost(rank, f"{failure.sentence}{of_last}")
+            return errors.ShardLost(rank, f"{failure.sentence}{of_last}")
         where = f"on {failure.host} " if failure.host else ""
-        return ServerFailed(rank, f"{where}{how} while workers needed it{tail}", is_loss=code < 0)
+        return errors.ServerFailed(
+            rank, f"{where}{how} while workers needed it{tail}", is_loss=code < 0
+        )
     if finished and _is_consequence(failure):
-        return WorkersFailed(
+        return errors.WorkersFailed(
             rank,
             1,
             f"{who} was still running when worker {finished[0]} had finished: all "
@@ -154,15 +148,15 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
         )
     if report is None and code < 0:
         text = f"{who} {failure.ending}{tail if -code in _CRASHES else ''}"
-        return WorkersFailed(rank, 128 - code, text, failure.is_loss)
+        return errors.WorkersFailed(rank, 128 - code, text, failure.is_loss)
     status, trace = code, failure.stderr_tail
     if report is not None:
         status, trace = report.exit_status, report.traceback
         if status == 2 and report.sentence:
-            return BadInput(report.sentence)
+            return errors.BadInput(report.sentence)
     text = trace.rstrip("\n") or "it wrote nothing to stderr"
     text = f"{who} failed (exit status {status}):\n{text}"
-    return WorkersFailed(rank, status, text, failure.is_loss)
+    return errors.WorkersFailed(rank, status, text, failure.is_loss)
 
 
 def _time_ns(failure: ProcessFailure) -> int:
@@ -180,7 +174,7 @@ def _is_consequence(failure: ProcessFailure) -> bool:
     if failure.report is not None:
         return failure.report.lost_peer
     last_lines = "\n".join(failure.stderr_tail.splitlines()[-10:])
-    return not _is_kill(failure) and tells_of_lost_peer(last_lines)
+    return not _is_kill(failure) and errors.tells_of_lost_peer(last_lines)
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
@@ -188,9 +182,9 @@ def _is_lost_peer(error: BaseException | None) -> bool:
     seen: set[int] = set()  # `raise error from error` makes a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, (PeerLost, ConnectionError)):
+        if isinstance(error, (errors.PeerLost, ConnectionError)):
             return True
-        if isinstance(error, (RuntimeError, OSError)) and tells_of_lost_peer(str(error)):
+        if isinstance(error, (RuntimeError, OSError)) and errors.tells_of_lost_peer(str(error)):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
@@ -201,7 +195,7 @@ def _exit_status(error: BaseException) -> int:
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    return 2 if isinstance(error, BadInput) else 1
+    return 2 if isinstance(error, errors.BadInput) else 1
 
 
 def end_with_sentence() -> None:
@@ -219,12 +213,12 @@ def add_line_of_script(error: BaseException) -> None:
         if "site-packages" not in f.filename
         and not f.filename.startswith((package, sys.base_prefix, "<"))
     ]
-    if isinstance(error, BadInput) and frames:
+    if isinstance(error, errors.BadInput) and frames:
         error.args = (f"{error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})",)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, BadInput):
+    if not isinstance(error, errors.BadInput):
         sys.__excepthook__(kind, error, trace)
         return
     add_line_of_script(error)

@@ -13,14 +13,9 @@ from shoal.comm.mesh import Mesh
 from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.pytree import map_leaves
+from shoal.replica import microbatch_context
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.forward_buffers import ForwardBuffers, tell_of_change
-from shoal.replica.microbatch_context import (
-    ModuleCall,
-    get_generators,
-    seed_generators,
-    set_generators,
-)
 from shoal.replica.split.mapping import in_torch_func
 from shoal.replica.split.shard import ReplicaShard
 
@@ -61,9 +56,11 @@ class LoopForwards:
             self._compare_first(shard, inputs, named)
             if not is_alone:
                 first.extend([] if first else [ForwardBuffers(module)])
-                states.append(get_generators(self.device))
+                states.append(microbatch_context.get_generators(self.device))
                 self._calls += 1
-                seed_generators(self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls))
+                microbatch_context.seed_generators(
+                    self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls)
+                )
 
             from shoal.replica.context.sequence_shard import has_shards, shard_inputs
 
@@ -73,7 +70,7 @@ class LoopForwards:
 
         def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
             if states:
-                set_generators(self.device, states.pop())
+                microbatch_context.set_generators(self.device, states.pop())
             if first and first[0] is not None and not self._is_comparing:
                 tell_of_change(module, first[0].may_follow_from_rows(), shard.say)
                 first[0] = None
@@ -122,7 +119,7 @@ class LoopForwards:
         device = next(shard.model.parameters()).device.type
         dtypes = (p.dtype for p in shard.model.parameters() if p.is_floating_point())
         dtype = next(dtypes, None) if torch.is_autocast_enabled(device) else None
-        call = ModuleCall(_input_of(args, dtype), _input_of(kwargs, dtype), 0)
+        call = microbatch_context.ModuleCall(_input_of(args, dtype), _input_of(kwargs, dtype), 0)
         with_gradients = all(type(part.flat) is FlatParams for part in parts)
         self._is_comparing = True
         with ExitStack() as stack:
