@@ -90,7 +90,8 @@ def _call(code: CodeType, line: int, callee: str) -> tuple[int, tuple[str | None
         tree = parse_module("".join(linecache.getlines(code.co_filename)))
     except (SyntaxError, ValueError, RecursionError):
         return 0, (None,)
-    here = [n for n in ast.walk(tree) if isinstance(n, (ast.expr, ast.stmt)) and _spans(n, line)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.stmt))]
+    here = [node for node in nodes if node.lineno <= line <= (node.end_lineno or 0)]
     calls = [_start(node) for node in here if _is_call(node, callee)]
     starts = calls or [_start(node) for node in here if node.lineno == line]
     if not starts:
@@ -107,10 +108,6 @@ def _call(code: CodeType, line: int, callee: str) -> tuple[int, tuple[str | None
 
 def _start(node: Any) -> tuple[int, int]:
     return node.lineno, node.col_offset
-
-
-def _spans(node: ast.expr | ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)
 
 
 def _contains(node: ast.AST, at: tuple[int, int]) -> bool:

@@ -58,21 +58,21 @@ _WRITTEN = re.compile(r"(back|failure|finished|late|report|steps)-(\d{1,9})(\.\d
 LIVE = ("back-", "steps-")  # files of `written_by` that count while the worker runs
 
 
+@dataclass(frozen=True)
 class _File:
     """A file of the run: `run_dir.begun` is its path."""
 
-    def __init__(self, name: str):
-        self._name = name
+    _name: str
 
     def __get__(self, run_dir: RunDir, _: object) -> Path:
         return run_dir.path / self._name
 
 
+@dataclass(frozen=True)
 class _Files:
     """Files of the run by number: `run_dir.report(2)` is the path of one."""
 
-    def __init__(self, pattern: str):
-        self._pattern = pattern
+    _pattern: str
 
     def __get__(self, run_dir: RunDir, _: object) -> Callable[..., Path]:
         return lambda *numbers: run_dir.path / self._pattern.format(*numbers)

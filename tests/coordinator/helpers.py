@@ -100,8 +100,8 @@ def embedded(*failpoints: str) -> Iterator[Embedded]:
                 yield Embedded(folder, process, client, said)
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+def until(holds: Callable[[], bool], what: str, patience_s: float | None = None) -> None:
+    deadline_s = time.monotonic() + (patience_s or PATIENCE_S)
     while not holds():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.01)
