@@ -106,7 +106,7 @@ def test_stop_all_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         stopped.append(entry.name)
         return True, "stopped"
 
-    monkeypatch.setattr("shoal.commands.runs.stop_run", stop)
+    monkeypatch.setattr("shoal.launch.here.running.stop_run", stop)
     with run_of() as (name, _):
         monkeypatch.setattr("sys.stdin", io.StringIO())
         assert shoal("stop", "--all") == 2
