@@ -236,7 +236,7 @@ def loss_in_training(self: Any, x: Tensor) -> Tensor:
     [
         (
             *("pp(2)", lambda: nn.Sequential(nn.Linear(6, 3))),
-            "the model cannot be split into 2 stages: it has 1 modules with something to train",
+            "the model cannot be split into 2 stages: it has 1 module with something to train",
         ),
         (
             *('pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())),

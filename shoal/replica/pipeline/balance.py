@@ -16,6 +16,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.microbatch_context import call_model, fork_rng, preserve_modes
+from shoal.runtime.wording import counted
 from shoal.strategy.split_terms import Pp
 
 MUCH_CHEAPER = 0.85
@@ -74,8 +75,8 @@ def balanced_split(
     ends = [*candidates, len(costs)]
     if len(candidates) < stages - 1:
         raise BadInput(
-            f"the model cannot be split into {stages} stages: it has {len(candidates) + 1} modules "
-            "with something to train"
+            f"the model cannot be split into {stages} stages: it has "
+            f"{counted(len(candidates) + 1, 'module')} with something to train"
         )
 
     @cache
