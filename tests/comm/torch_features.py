@@ -68,13 +68,27 @@ def _ranks_part(backend: str, at: Rank) -> dict[str, str]:
 
 
 def _join(backend: str, at: Rank, store: Any, name: str) -> None:
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
-        rank=at.rank,
-        world_size=at.size,
-        timeout=timedelta(seconds=_PATIENCE_S),
-    )
+    """All ranks try again where one of them could not connect: Gloo fails so under load."""
+    for attempt in range(3):
+        here = dist.PrefixStore(f"{name} {attempt}", store)  # type: ignore[attr-defined]
+        failure = None
+        try:
+            dist.init_process_group(
+                backend,
+                store=here,
+                rank=at.rank,
+                world_size=at.size,
+                timeout=timedelta(seconds=_PATIENCE_S),
+            )
+        except RuntimeError as error:
+            failure = error
+        if not _any_rank(failure is not None, at, dist.PrefixStore("met", here)):  # type: ignore[attr-defined]
+            return
+        if failure is None:
+            dist.destroy_process_group()
+        elif backend != "gloo":
+            raise failure
+    raise AssertionError(f"{backend} did not connect")
 
 
 def _any_rank(refused: bool, at: Rank, store: Any) -> bool:

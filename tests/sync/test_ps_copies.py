@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
@@ -127,11 +126,15 @@ def train(world: World, monkeypatch: pytest.MonkeyPatch) -> Train:
             step = job.step(model, task.loss, optimizer=task.optimizer, **task.options)
             losses = []
             for number, batch in enumerate(job.batches(task.data(), 8)):
-                if number == 3 and group.rank == 0 and crash is not None:
-                    if lost:
-                        threading.Thread(target=made.crash_with, args=(*crash, lost)).start()
-                    else:
-                        made.crash(*crash)
+                if number == 3 and crash is not None and lost:
+                    # both pushes of this step come behind it, and a later one perhaps never:
+                    # other shards wait for what this head has shared
+                    group.barrier().wait()
+                    if group.rank == 0:
+                        made.crash_with(*crash, lost)
+                    group.barrier().wait()
+                elif number == 3 and crash is not None and group.rank == 0:
+                    made.crash(*crash)
                 losses.append(float(step(batch)))
             with step.sync.full_weights():
                 named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]

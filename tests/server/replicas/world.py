@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,18 +88,22 @@ class World:
         return server
 
     def crash_with(self, shard: int, replica: int, operations: int) -> None:
-        """End a head together with operations that no other replica gets."""
+        """From now on no other copy gets what this head does; after so many operations it ends."""
         parts = self.servers[shard, replica].chain
         assert parts is not None
         runtime = parts.runtime
         with runtime.changed:
-            links = runtime.links
-            runtime.links = {}
+            links, runtime.links = runtime.links, {}
             upto = runtime.node.position + operations
-            assert runtime.changed.wait_for(lambda: runtime.node.position >= upto, 60.0)
-        for link in links.values():
-            link.close()
-        self.crash(shard, replica)
+
+        def end() -> None:
+            with runtime.changed:
+                assert runtime.changed.wait_for(lambda: runtime.node.position >= upto, 60.0)
+            for link in links.values():
+                link.close()
+            self.crash(shard, replica)
+
+        threading.Thread(target=end).start()
 
     def crash(self, shard: int, replica: int) -> None:
         """All of its connections end; the launcher notices, so that its lease ends."""
