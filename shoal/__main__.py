@@ -8,10 +8,11 @@ import sys
 def main() -> None:
     try:
         from shoal.cli import main as run
-    except KeyboardInterrupt:
+
+        run()
+    except KeyboardInterrupt:  # while modules of the command were loaded
         print("shoal: interrupted", file=sys.stderr)
         sys.exit(130)
-    run()
 
 
 if __name__ == "__main__":

@@ -85,17 +85,12 @@ def about(
         raise typer.Exit
 
 
-_REPORT = "--report FILE writes the report of the run as JSON"
 _INTERRUPTED = 130  # what a command returns after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
-    try:
-        app = build_app(words[:1] if words and words[0] in COMMANDS else COMMANDS)
-    except KeyboardInterrupt:  # while the modules of the command were loaded
-        sys.exit(_interrupted())
-    run_app(app, "shoal", words)
+    run_app(build_app(words[:1] if words and words[0] in COMMANDS else COMMANDS), "shoal", words)
 
 
 def run_app(app: typer.Typer, name: str, words: Sequence[str] | None = None) -> None:
@@ -123,9 +118,8 @@ def _interrupted() -> int:
 def _usage_message(error: typer.BadParameter) -> str:
     message = error.format_message()
     if error.ctx is not None and message.startswith("No such option: --json"):
-        command = error.ctx.command_path
-        instead = {"shoal run": _REPORT, "shoal train": _REPORT}.get(command)
-        message = f"No such option: --json; {instead}" if instead else message
+        if error.ctx.command_path in ("shoal run", "shoal train"):
+            message = "No such option: --json; --report FILE writes the report of the run as JSON"
     elif error.ctx is not None and message.startswith("No such option"):
         has_script = any(parameter.name == "args" for parameter in error.ctx.command.params)
         message += "; options of the script stand behind it" if has_script else ""
@@ -133,7 +127,3 @@ def _usage_message(error: typer.BadParameter) -> str:
         return message
     message = message.rstrip(".").replace(*_ITS_WORDS)
     return f"shoal: {message}" + (f" (see {error.ctx.command_path} --help)" if error.ctx else "")
-
-
-if __name__ == "__main__":
-    main()

@@ -34,6 +34,7 @@ from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.memory_limit import cores
+from shoal.runtime.preemption import NO_GRACE_S, ending_by_exception
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
@@ -42,6 +43,7 @@ from shoal.strategy.terms import TERMS
 EXAMPLE_STEPS = 120
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
+INTERRUPTED = "interrupted"  # why a run has no result after a signal
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
@@ -84,19 +86,20 @@ def compare(
     if steps is None and target[0].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
-    with scratch_folder("compare") as folder:
+    with ending_by_exception(), scratch_folder("compare") as folder:
         groups = alternating(names, workers, folder, steps, apart)
         comparison = Comparison(target, config, groups, folder, steps)
         outcomes = _by_strategy(comparison)
     document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
+    document |= {"complete": not comparison.ended, "runs": [one.to_json() for one in outcomes]}
     length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
+    length += " (incomplete)" if comparison.ended else ""
     table = _table(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
     whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
-    parts: list[Part] = [table, *(f"{name}: {why}" for name, why in whys if why is not None)]
-    document["runs"] = [outcome.to_json() for outcome in outcomes]
+    parts: list[Part] = [table, *(f"{n}: {why}" for n, why in whys if why and why != INTERRUPTED)]
     show(document, parts, as_json, width=140)
-    if comparison.interrupted:
-        raise KeyboardInterrupt
+    if comparison.ended is not None:
+        raise comparison.ended
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
 
@@ -163,7 +166,7 @@ def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
 class Comparison:
     """Starts processes for groups of runs, and continues when one of the runs fails.
 
-    A line on stderr says which run has begun. After Ctrl-C there are the runs that have ended.
+    A line on stderr says which run has begun. A signal leaves the runs that have finished.
     """
 
     target: Sequence[str]  # a script, or the module of an example, and its arguments
@@ -172,7 +175,7 @@ class Comparison:
     folder: Path
     steps: int | None = None
     failed: dict[str, str] = field(default_factory=dict)  # why, by strategy
-    interrupted: bool = False
+    ended: KeyboardInterrupt | SystemExit | None = None  # by a signal, before all runs
 
     @property
     def entries(self) -> list[ComparedRun]:
@@ -190,13 +193,14 @@ class Comparison:
         try:
             for group in self.groups:
                 self._run(list(group))
-        except KeyboardInterrupt:
-            self.interrupted = True
+        except (KeyboardInterrupt, SystemExit) as signalled:
+            self.ended = signalled
         losses = losses_of(self.base)
         base = outcome_of(self.base, None, losses)
         found = [outcome_of(e, None if e == self.base else base, losses) for e in self.entries]
+        why = {one.strategy: INTERRUPTED for one in found if self.ended} | self.failed
         return [
-            replace(one, failed=self.failed.get(one.strategy, one.failed)) if one.failed else one
+            replace(one, failed=why.get(one.strategy, one.failed)) if one.failed else one
             for one in found
         ]
 
@@ -206,37 +210,30 @@ class Comparison:
                 self._launch(group)
                 return
             except ShoalError as error:
-                folders = [RunDir(Path(entry.folder)) for entry in group]
-                begun = [i for i, folder in enumerate(folders) if folder.begun.exists()]
+                begun = [e for e in group if RunDir(Path(e.folder)).begun.exists()]
                 if not begun:
                     raise  # the script itself
-                at = begun[-1]
-                ranks = range(group[at].workers)
-                is_first = group[at].is_first
-                strategy = group[at].strategy
-                group = group[at + 1 :]
-                if not all(folders[at].report(rank).is_file() for rank in ranks):
-                    if is_first:
+                last = begun[-1]
+                group = group[group.index(last) + 1 :]
+                if None in RunDir(Path(last.folder)).read_reports(last.workers):
+                    if last.is_first:
                         raise  # the script itself: other rows would fail alike
-                    self.failed[strategy] = str(error).splitlines()[-1]
-                    group = [entry for entry in group if entry.strategy != strategy]
+                    why = str(error).splitlines()[-1]
+                    self.failed[last.strategy] = why.removeprefix("shoal.errors.ShoalError: ")
+                    group = [entry for entry in group if entry.strategy != last.strategy]
 
     def _launch(self, group: Sequence[ComparedRun]) -> None:
-        entries = [asdict(entry) for entry in group]
-        document = {
-            "entries": entries,
-            "steps": self.steps,
-            "cores": cores(),
-            "base": asdict(self.base),
-        }
+        document: dict[str, Any] = {"entries": [asdict(entry) for entry in group]}
+        document |= {"steps": self.steps, "cores": cores(), "base": asdict(self.base)}
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps(document), encoding="utf-8")
         command = [*WORKER_COMMAND, "compare", str(plan), *self.target]
         workers = max(entry.workers for entry in group)
-        servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
-        config = replace(self.config, strategy=group[-1].strategy)
-        replication = replication_of(as_strategy(group[-1].strategy), workers)  # servers: alone
-        spec = LaunchSpec(command, workers, config, servers, replication=replication)
+        strategies = [as_strategy(entry.strategy) for entry in group]
+        served = max(strategies, key=lambda one: one.servers(workers))  # one at most has servers
+        config = replace(self.config, strategy=str(served), grace_s=NO_GRACE_S)
+        copies = replication_of(served, workers)
+        spec = LaunchSpec(command, workers, config, served.servers(workers), replication=copies)
         launch(spec, discard_lines, self._say_begun)
 
     def _say_begun(self, record: dict[str, Any]) -> None:
@@ -280,5 +277,6 @@ def _row(outcome: RunOutcome, metric: str | None) -> list[str]:
         "–" if outcome.computing is None else f"{1 - outcome.computing:.0%}",
     ]
     if not outcome.ran:
-        return [*row, "refused" if outcome.refused else "failed"]
+        is_failed = outcome.failed != INTERRUPTED
+        return [*row, "refused" if outcome.refused else "failed" if is_failed else INTERRUPTED]
     return [*row, "" if outcome.workers == 1 else outcome.against_single]

@@ -27,6 +27,7 @@ from shoal.launch.losses.lost_workers import RunResult, run_report, taking_back,
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
+from shoal.runtime.preemption import NO_GRACE_S
 from shoal.runtime.wording import counted, nearest, say
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -245,6 +246,7 @@ def run_quietly(
     on: str | None = None,
 ) -> None:
     """Run workers without showing their output; a failure is raised with its report."""
+    config = replace(config, grace_s=NO_GRACE_S)
     _launch(LaunchSpec(command, workers, config, forks=forks), discard_lines, on=on)
 
 

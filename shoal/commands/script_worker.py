@@ -36,6 +36,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Tracer
 from shoal.runtime.waits import Backoff
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
 from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
@@ -75,6 +76,8 @@ class ComparisonWorker(Worker):
             job.stop_after(self.steps)
 
     def report(self, job: Job) -> None:
+        if job.checkpoints.is_preempted:
+            return  # a run that a signal has cut short has no result
         losses = [float(loss) for loss in self.losses]
         wall_s = time.monotonic() - self._start_s
         own = {"losses": losses, "group_bytes": self._sent, "wall_s": wall_s}
@@ -96,8 +99,8 @@ class ComparisonWorker(Worker):
         self._sent = self._tracer.sent.total
         if self._most_s is not None and time.monotonic() - self._start_s > self._most_s:
             raise ShoalError(
-                f"stopped after {len(self.losses)} steps: these took {self._most_s:.0f} s, more "
-                "than ten times as long as all of single"
+                f"stopped after {counted(len(self.losses), 'step')}: more than {self._most_s:.0f} "
+                "s, and ten times as long as all of single"
             )
 
     def _check_model(self, step: Step) -> None:

@@ -74,6 +74,7 @@ class LauncherBoard(RunDir):
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STATUS = 128 + signal.SIGTERM  # after either of them
+NO_GRACE_S = 0.01  # from SIGTERM to SIGKILL, for workers that save nothing
 _AHEAD = 2  # steps that ranks may take while one of them chooses
 _DEATH_S = 1.0
 _END = b"\0"  # no signal has this number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,45 @@ def test_a_script_that_fails_by_itself_is_reported(tmp_path: Path) -> None:
     done = shoal("compare", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
     assert done.returncode == 1
     assert "no luck" in done.stderr
+
+
+HIT = """
+        if str(job.strategy) == "hogwild" and job.rank == 0 and job.steps in (3, 4):
+            os.kill(os.getppid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_rows_that_have_finished(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    looped = "        job.log(loss=step(batch))\n"
+    (tmp_path / "train.py").write_text(SCRIPT.replace(looped, looped + HIT))
+    words = ["compare", "-n", "2", "--steps", "9", "-s", "ddp", "-s", "hogwild", "-s", "ps"]
+    done = shoal(*words, "train.py", str(int(number)), cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    title, *lines = done.stdout.splitlines()
+    assert title.strip() == "train.py on 2 workers, 9 steps (incomplete)"
+    rows = {line.split()[0]: line.split() for line in lines}
+    assert {"single", "equal"} <= {*rows, *rows["ddp"]}
+    assert rows["hogwild"][-1] == rows["ps"][-1] == "interrupted"
+
+
+IMPATIENT = """
+from shoal.observe import comparison
+if os.environ["SHOAL_STRATEGY"] == "hogwild": comparison._PATIENCE_S = comparison._SLOW = 0
+"""
+
+
+@pytest.mark.whole
+def test_a_slow_row_is_stopped_and_the_others_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("def train", IMPATIENT + "\ndef train"))
+    words = ["compare", "train.py", "-n", "2", "--steps", "9", "--apart", "--json"]
+    document: Any = json_of(shoal(*words, "-s", "hogwild", "-s", "ddp", cwd=tmp_path))
+    assert document["complete"]
+    single, hogwild, ddp = document["runs"]
+    assert single["failed"] is ddp["failed"] is None
+    assert hogwild["failed"].startswith("stopped after 1 step: ")
 
 
 def entry(number: int, strategy: str) -> ComparedRun:
