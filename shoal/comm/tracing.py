@@ -9,14 +9,18 @@ A wait is communication that is exposed; an operation beside computation is hidd
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shoal.comm.call import Call, sent_bytes
 from shoal.comm.executor import Executor
+from shoal.comm.group import Group
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
+from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
 
 
@@ -29,6 +33,9 @@ class TracedWork:
     _kind: str
     _describe: Callable[[], str]
     _start_ns: int  # counts where the work does not know its times; 0: it is not recorded
+    _bytes: int
+    _peer: int | None
+    _call: str
     _is_recorded: bool = False
 
     def wait(self) -> None:
@@ -43,7 +50,8 @@ class TracedWork:
             self._record(detail)
         finally:
             self._is_recorded = True
-            self._tracer.add(WAIT, wait_ns, time.monotonic_ns(), "main", detail)
+            end_ns = time.monotonic_ns()
+            self._tracer.add(WAIT, wait_ns, end_ns, "main", detail, None, 0, self._peer, self._call)
 
     def _record(self, detail: str) -> None:
         times: tuple[int, int] | None = getattr(self._work, "times", None)
@@ -51,7 +59,8 @@ class TracedWork:
             times = (self._start_ns, time.monotonic_ns())
         if times is not None:
             start_ns, end_ns = times
-            self._tracer.add(self._kind, start_ns, end_ns, "comm", detail)
+            more = (None, self._bytes, self._peer, self._call)
+            self._tracer.add(self._kind, start_ns, end_ns, "comm", detail, *more)
 
 
 class Traced(Executor):
@@ -64,29 +73,38 @@ class Traced(Executor):
         self._tracer = tracer
         self._members = range(executor.size) if members is None else members
         self._among = "" if members is None else f" among {','.join(map(str, members))}"
+        self._calls = Counter[str]()  # ranks count alike: it names what they do together
         self.rank = executor.rank
         self.size = executor.size
         self.any_source = executor.any_source
         self.takes_cores = executor.takes_cores
 
     def submit(self, call: Call) -> Work:
-        self._tracer.sent.total += sent_bytes(call, self.rank, self.size)
+        num_bytes = sent_bytes(call, self.rank, self.size)
+        self._tracer.sent.total += num_bytes
+        number = self._number(",".join(map(str, self._members)))
         start_ns = time.monotonic_ns()
         work = self._executor.submit(call)
-        return TracedWork(work, self._tracer, "reduce", lambda: self.describe(call), start_ns)
+        kind = "gather" if call.kind == "all_gather" else "reduce"
+        told = (lambda: self.describe(call), start_ns, num_bytes, None, number)
+        return TracedWork(work, self._tracer, kind, *told)
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
-        detail = f"send {data.nbytes} bytes to {self._members[dst]}"
-        self._mark("send", detail)
+        peer = self._members[dst]
+        detail = f"send {data.nbytes} bytes to {peer}"
+        number = self._number(f"{self._members[self.rank]} to {peer}, tag {tag}")
+        self._mark("send", detail, data.nbytes, peer, number)
         self._tracer.sent.total += data.nbytes
         work = self._executor.send(data, dst, tag)
-        return TracedWork(work, self._tracer, "send", lambda: detail, 0)
+        return TracedWork(work, self._tracer, "send", lambda: detail, 0, data.nbytes, peer, number)
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
-        detail = f"receive {into.nbytes} bytes from {self._members[src]}"
-        self._mark("receive", detail)
+        peer = None if src == ANY_SOURCE else self._members[src]
+        detail = f"receive {into.nbytes} bytes from {'any rank' if peer is None else peer}"
+        number = self._number(f"{peer} to {self._members[self.rank]}, tag {tag}")
+        self._mark("receive", detail, 0, peer, number)
         work = self._executor.recv(into, src, tag)
-        return TracedWork(work, self._tracer, "receive", lambda: detail, 0)
+        return TracedWork(work, self._tracer, "receive", lambda: detail, 0, 0, peer, number)
 
     def split(self, ranks: Sequence[int]) -> Traced | None:
         child = self._executor.split(ranks)
@@ -94,10 +112,14 @@ class Traced(Executor):
         members = [self._members[rank] for rank in ranks] if is_part else None
         return None if child is None else Traced(child, self._tracer, members)
 
-    def _mark(self, kind: str, detail: str) -> None:
+    def _number(self, what: str) -> str:
+        self._calls[what] += 1
+        return f"{what} #{self._calls[what]}"
+
+    def _mark(self, kind: str, detail: str, num_bytes: int, peer: int | None, call: str) -> None:
         """The moment at which a message is handed over."""
         now_ns = time.monotonic_ns()
-        self._tracer.add(kind, now_ns, now_ns, ISSUED, detail)
+        self._tracer.add(kind, now_ns, now_ns, ISSUED, detail, None, num_bytes, peer, call)
 
     def close(self) -> None:
         self._executor.close()
@@ -107,3 +129,36 @@ class Traced(Executor):
 
     def bytes_sent(self, call: Call) -> int | None:
         return self._executor.bytes_sent(call)
+
+
+_ROUND_TRIPS = 16
+
+
+def common_origin_ns(group: Group, device: torch.device, is_one_host: bool) -> int:
+    """One moment on the monotonic clock of every rank; all ranks call it.
+
+    Processes of a host share the clock. Between hosts rank 0 asks each rank for the time: the
+    answer that came back soonest was given in the middle between question and answer, up to half
+    of that round trip.
+    """
+    origin = torch.tensor([time.monotonic_ns()], device=device)
+    if is_one_host or group.size == 1:
+        group.broadcast(origin).wait()
+        return int(origin)
+    if group.rank:
+        for _ in range(_ROUND_TRIPS):
+            group.recv(origin, 0).wait()
+            group.send(torch.tensor([time.monotonic_ns()], device=device), 0).wait()
+        group.recv(origin, 0).wait()
+        return int(origin)
+    answer = torch.empty_like(origin)
+    for rank in range(1, group.size):
+        offsets = []
+        for _ in range(_ROUND_TRIPS):
+            asked_ns = time.monotonic_ns()
+            group.send(origin, rank).wait()
+            group.recv(answer, rank).wait()
+            trip_ns = time.monotonic_ns() - asked_ns
+            offsets.append((trip_ns, int(answer) - asked_ns - trip_ns // 2))
+        group.send(origin + min(offsets)[1], rank).wait()
+    return int(origin)

@@ -284,10 +284,10 @@ def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
     check_folder(file, "a trace")
     with scratch_folder("trace") as folder:
         yield replace(config, trace_dir=folder)
-        from shoal.observe.time_shares import print_shares, write_chrome
+        from shoal.commands.output import shares_of_time, show
+        from shoal.observe.time_shares import write_chrome
         from shoal.runtime.trace import read_spans
 
         spans = read_spans(folder)
         written = write_chrome(spans, file)
-        print_shares(spans)
-        print(written)
+        show(None, [*shares_of_time(spans), written], as_json=False)

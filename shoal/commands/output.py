@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import BadInput
+from shoal.observe import time_shares
+from shoal.runtime.trace import Trace
 
 
 def write_text(path: Path, text: str) -> None:
@@ -72,6 +74,18 @@ def plain_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def shares_of_time(spans: Trace) -> list[Part]:
+    """Where the time of each rank went, and whom it waited for."""
+    shares = time_shares.all_shares(spans)
+    parts = time_shares.shown_parts(shares.values())
+    rows = [
+        [str(rank), f"{each.seconds:.2f}", *(f"{getattr(each, name):.1%}" for name in parts)]
+        for rank, each in shares.items()
+    ]
+    title = "where the time went, in training"
+    return [plain_table(title, ["rank", "seconds", *parts], rows), *time_shares.waits(shares)]
 
 
 def wide_console(width: int = 120) -> Console:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from shoal.observe.time_shares import TimeShares, time_shares_within
+from shoal.observe.time_shares import Arrivals, TimeShares, time_shares
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import read_spans
 from shoal.runtime.wording import counted
@@ -190,8 +190,8 @@ def outcome_of(
         cpu_s_per_step=sum(r["cpu_s_per_step"] or 0.0 for r in reports) or None,
         bytes_sent=_mean(_sent(run, reports)),
         computing=_mean([t.computing for t in times]),
-        waiting=_mean([t.exposed for t in times]),
-        idle=_mean([t.idle for t in times]),
+        waiting=_mean([t.communication for t in times]),
+        idle=_mean([t.loading + t.other for t in times]),
         loss_difference=_difference(reports[0]["losses"], base_losses) if comparable else None,
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
         single_steps=base.steps if base else None,
@@ -268,8 +268,9 @@ def losses_of(run: ComparedRun) -> list[float]:
 def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[TimeShares]:
     """The time shares of each worker while its speed was measured."""
     spans = read_spans(folder)
+    arrivals = Arrivals(spans)
     return [
-        time_shares_within(spans[report["rank"]], *report["measured_ns"])
+        time_shares(spans[report["rank"]], report["rank"], arrivals, tuple(report["measured_ns"]))
         for report in reports
         if report["measured_ns"] is not None and report["rank"] in spans
     ]

@@ -1,86 +1,174 @@
-"""How the time was spent: shares of computing, communication and idling; a Chrome trace.
+"""How the time of training was spent, in one vocabulary; a Chrome trace.
 
-The time is that of training: steps, and loading their batches. Start-up, evaluation and
-checkpoints are in the trace and not in the shares.
+    computing    forward, backward, update
+    exposed      communication that computing waits for; `hidden` runs beside computing
+    waiting      for a peer that has not come to a collective, sent its message or pushed
+    bubble       the same for the activations and gradients of a pipeline
+    loading      the next batch
+    injected     the sleep of --slow
+    other        the rest: Python, copies, cutting of batches
+
+The time is that of steps, and of loading their batches. Start-up, evaluation and checkpoints are
+in the trace and in no share.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from shoal.runtime import trace
+from shoal.runtime.trace import Process, Span, Trace, name_of
 
 Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Fractions of one rank's time in training. `hidden` communication runs beside computing.
+    """Fractions of one process's time in training; `hidden` is part of `computing`.
 
-    computing + exposed + idle + injected = 1; `injected` is the sleep of --slow
+    computing + exposed + waiting + bubble + loading + injected + other = 1
     """
 
-    computing: float
-    exposed: float
-    idle: float
-    hidden: float
-    seconds: float
+    seconds: float = 0.0
+    computing: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+    waiting: float = 0.0
+    bubble: float = 0.0
+    loading: float = 0.0
     injected: float = 0.0
+    other: float = 0.0
+    waited_for: Mapping[Process, float] = field(default_factory=dict)  # waiting and bubble, by peer
+
+    @property
+    def communication(self) -> float:
+        """What the other processes cost this one."""
+        return self.exposed + self.waiting + self.bubble
 
 
-def time_shares(spans: Sequence[trace.Span]) -> TimeShares:
-    """Divide the time of a rank's training; without steps, that from the first to the last span."""
-    if not spans:
-        return TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
-    start_ns = min(s.start_ns for s in spans)
-    return time_shares_within(spans, start_ns, max(s.end_ns for s in spans))
+class Lateness(NamedTuple):
+    """Until when somebody waits for whom; `is_bubble`: inside one replica's pipeline."""
+
+    until_ns: int
+    peer: Process
+    is_bubble: bool
 
 
-def time_shares_within(spans: Sequence[trace.Span], start_ns: int, end_ns: int) -> TimeShares:
-    """Divide the time of training between two moments.
+class Arrivals:
+    """Who came last to what processes do together, and when."""
 
-    A loop of the user's own, which loads batches and has no spans for its steps, computes where it
-    neither loads nor waits.
+    def __init__(self, spans_by_process: Trace):
+        self._last: dict[str, list[tuple[int, Process]]] = defaultdict(list)
+        self._is_message: set[str] = set()
+        self._pipelined: dict[Process, list[Span]] = {}
+        for process, spans in spans_by_process.items():
+            self._pipelined[process] = sorted(
+                (s for s in spans if s.kind == trace.WAIT and s.microbatch is not None),
+                key=lambda span: span.start_ns,
+            )
+            for span in spans:
+                if not span.call:
+                    continue
+                if span.track == trace.ISSUED and span.kind == "send":
+                    self._is_message.add(span.call)
+                    self._last[span.call].append((span.start_ns, process))
+                elif span.track == "comm" and span.kind != "send":
+                    self._last[span.call].append((span.start_ns, process))
+                elif span.kind == "update" and span.peer is not None:  # a push made it complete
+                    self._last[span.call].append((span.start_ns, span.peer))
+
+    def last(self, process: Process, wait: Span) -> Lateness | None:
+        """Whom this wait of a process was for; None where it was for nobody else."""
+        come = [each for each in self._last.get(wait.call, ()) if each[0] <= wait.end_ns]
+        if not come:
+            return None
+        until_ns, peer = max(come, key=lambda each: each[0])
+        if peer == process or until_ns <= wait.start_ns:
+            return None
+        return Lateness(until_ns, peer, self._is_in_pipeline(process, wait))
+
+    def _is_in_pipeline(self, process: Process, wait: Span) -> bool:
+        around = self._pipelined[process]
+        at = bisect_right(around, wait.start_ns, key=lambda span: span.start_ns) - 1
+        return at >= 0 and wait.end_ns <= around[at].end_ns
+
+
+def all_shares(spans_by_process: Trace) -> dict[Process, TimeShares]:
+    """Of each rank; servers have none."""
+    arrivals = Arrivals(spans_by_process)
+    return {
+        process: time_shares(spans, process, arrivals)
+        for process, spans in spans_by_process.items()
+        if isinstance(process, int)
+    }
+
+
+def time_shares(
+    spans: Sequence[Span],
+    process: Process = 0,
+    arrivals: Arrivals | None = None,
+    between: Interval | None = None,
+) -> TimeShares:
+    """Divide the time of a rank's training, all of it or that between two moments.
+
+    Without steps it is the time from the first to the last span. A loop of the user's own, which
+    loads batches and has no spans for its steps, computes where it neither loads nor waits.
     """
-    window = [(start_ns, end_ns)]
+    if not spans:
+        return TimeShares()
+    arrivals = arrivals or Arrivals({process: list(spans)})
+    whole = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
+    window = [between or whole]
     kinds = {span.kind for span in spans}
     is_own_loop = trace.LOAD in kinds and trace.STEP not in kinds
     within = window if is_own_loop else _of(spans, trace.TRAINING, window) or window
-    total_ns = max(1, length(within))
+    injected = _of(spans, (trace.INJECTED,), within)
+    wait = without(_of(spans, (trace.WAIT,), within), injected)
+    loading = without(_of(spans, (trace.LOAD,), within), union([*wait, *injected]))
     compute = _of(spans, trace.COMPUTE, within)
     if is_own_loop:
-        compute = _between(_of(spans, (trace.LOAD, trace.INJECTED), within), start_ns, end_ns)
-    wait = _of(spans, (trace.WAIT,), within)
-    beside = intersection(_of(spans, trace.COMMUNICATE, within), compute)
-    computing_ns = length(compute) - length(intersection(compute, wait))
-    exposed_ns = length(wait)
-    injected_ns = length(_of(spans, (trace.INJECTED,), within))
-    hidden_ns = length(beside) - length(intersection(beside, wait))
+        compute = without(within, loading)
+    compute = without(compute, union([*wait, *injected]))
+    late: dict[tuple[Process, bool], list[Interval]] = defaultdict(list)
+    for span in spans:
+        if span.kind == trace.WAIT and (found := arrivals.last(process, span)) is not None:
+            late[found.peer, found.is_bubble].append((span.start_ns, found.until_ns))
+    total_ns = max(1, length(within))
+    waited_for: Counter[Process] = Counter()
+    lost_ns = {False: 0, True: 0}  # waiting, bubble
+    taken: list[Interval] = []
+    for (peer, is_bubble), intervals in late.items():
+        alone = without(intersection(union(intervals), wait), taken)
+        taken = union([*taken, *alone])
+        waited_for[peer] += length(alone)
+        lost_ns[is_bubble] += length(alone)
+    parts = {
+        "computing": length(compute),
+        "exposed": length(wait) - length(taken),
+        "waiting": lost_ns[False],
+        "bubble": lost_ns[True],
+        "loading": length(without(loading, compute)),
+        "injected": length(injected),
+    }
+    hidden_ns = length(intersection(_of(spans, trace.COMMUNICATE, within), compute))
     return TimeShares(
-        computing_ns / total_ns,
-        exposed_ns / total_ns,
-        1 - (computing_ns + exposed_ns + injected_ns) / total_ns,
-        hidden_ns / total_ns,
-        total_ns / 1e9,
-        injected_ns / total_ns,
+        seconds=total_ns / 1e9,
+        hidden=hidden_ns / total_ns,
+        other=1 - sum(parts.values()) / total_ns,
+        waited_for={peer: ns / total_ns for peer, ns in waited_for.items() if ns},
+        **{name: part_ns / total_ns for name, part_ns in parts.items()},
     )
 
 
-def _of(
-    spans: Sequence[trace.Span], kinds: Collection[str], within: list[Interval]
-) -> list[Interval]:
+def _of(spans: Sequence[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:
     """When there was a span of these kinds, inside the given intervals."""
     return intersection(union((s.start_ns, s.end_ns) for s in spans if s.kind in kinds), within)
-
-
-def _between(intervals: list[Interval], start: int, end: int) -> list[Interval]:
-    """The points from `start` to `end` that lie in none of the intervals, which are sorted."""
-    ends = [start, *(stop for _, stop in intervals)]
-    starts = [*(begin for begin, _ in intervals), end]
-    return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -110,28 +198,40 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
     return intervals
 
 
+def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The points of `a` that are not in `b`; each list is sorted and without overlaps."""
+    if not a:
+        return []
+    ends = [a[0][0], *(stop for _, stop in b)]
+    starts = [*(begin for begin, _ in b), max(a[-1][1], ends[-1])]
+    return intersection(a, [(s, e) for s, e in zip(ends, starts, strict=True) if s < e])
+
+
 def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def write_chrome(spans_by_rank: dict[int, list[trace.Span]], file: Path) -> str:
+def write_chrome(spans_by_process: Trace, file: Path) -> str:
     """A sentence that says where it is."""
-    file.write_text(json.dumps({"traceEvents": trace.chrome_events(spans_by_rank)}))
+    file.write_text(json.dumps({"traceEvents": trace.chrome_events(spans_by_process)}))
     return f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)"
 
 
-def print_shares(spans_by_rank: dict[int, list[trace.Span]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+_PARTS = ("computing", "hidden", "exposed", "waiting", "bubble", "loading", "injected", "other")
 
-    shares_by_rank = {rank: time_shares(spans) for rank, spans in spans_by_rank.items()}
-    is_slowed = any(shares.injected for shares in shares_by_rank.values())
-    table = Table(title="where the time went, in training")
-    columns = ["rank", "seconds", "computing", "communication exposed", "hidden", "idle"]
-    for column in [*columns, "injected"] if is_slowed else columns:
-        table.add_column(column, justify="right")
-    for rank, shares in shares_by_rank.items():
-        parts = [shares.computing, shares.exposed, shares.hidden, shares.idle, shares.injected]
-        shown = [f"{part:.1%}" for part in parts[: len(table.columns) - 2]]
-        table.add_row(str(rank), f"{shares.seconds:.2f}", *shown)
-    Console().print(table)
+
+def shown_parts(shares: Iterable[TimeShares]) -> list[str]:
+    """The names of the parts that are more than nothing on some rank."""
+    known = list(shares)
+    return [name for name in _PARTS if any(getattr(each, name) >= 5e-4 for each in known)]
+
+
+def waits(shares: Mapping[Process, TimeShares]) -> list[str]:
+    """A line for each rank that waited: for whom, and which share of its time."""
+    lines = []
+    for process, each in shares.items():
+        peers = sorted(each.waited_for.items(), key=lambda item: -item[1])
+        words = [f"{name_of(peer)} {share:.1%}" for peer, share in peers if share >= 5e-4]
+        if words:
+            lines.append(f"{name_of(process)} waited for {', '.join(words)}")
+    return lines

@@ -194,7 +194,8 @@ class Engine:
             return
         inputs = self.stage.recv_inputs(action, micro)
         recompute = self.options.recompute
-        with self._span("forward", str(action)), torch.no_grad() if recompute else nullcontext():
+        span = self._span("forward", str(action), action.microbatch)
+        with span, torch.no_grad() if recompute else nullcontext():
             outputs = self._compute(action, micro, inputs)
         outputs = _require_grad(inputs, outputs) if recompute else outputs
         has_grad = [t.requires_grad for t in tensors_of(outputs)]
@@ -205,7 +206,7 @@ class Engine:
         if self._skips(action):
             return
         roots = self._roots(action)
-        with self._span("backward", str(action)):
+        with self._span("backward", str(action), action.microbatch):
             if roots.tensors:
                 torch.autograd.backward(roots.tensors, roots.grads)
         self.stage.send_grads(action, [leaf.grad for leaf in roots.inputs])
@@ -218,7 +219,7 @@ class Engine:
         roots = self._roots(action)
         split = SplitBackward(roots.tensors, roots.grads)
         self._split[_key(action)] = split
-        with self._span("backward", str(action)):
+        with self._span("backward", str(action), action.microbatch):
             grads = split.input_grads(roots.inputs)
         self.flat.reshard()
         self.stage.send_grads(action, grads)
@@ -227,7 +228,7 @@ class Engine:
         split = self._split.pop(_key(action), None)
         if split is None:
             return
-        with self._span("backward", str(action)):
+        with self._span("weight gradient", str(action), action.microbatch):
             for weight, grad in split.weight_grads():
                 # tensors that autograd hands out may be shared between weights
                 weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
@@ -287,7 +288,8 @@ class Engine:
         arrived = iter([] if has_loss else self.stage.recv_grads(action))
         outputs = kept.outputs
         if self.options.recompute:
-            with self._span("forward", f"{action} again"), self.frozen_statistics():
+            again = self._span("forward", f"{action} again", action.microbatch)
+            with again, self.frozen_statistics():
                 outputs = self._compute(action, micro, kept.inputs)
         if has_loss:
             return Roots(inputs, [outputs], [self._loss_gradient(action, micro, outputs)])

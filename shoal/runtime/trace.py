@@ -1,9 +1,9 @@
-"""Spans of time of each rank, on one clock. Every layer may record them.
+"""Spans of time of each process, on one clock. Every layer may record them.
 
-A span is on a track. The track "main" is the thread that computes: its spans do not overlap, and
-the time that they do not cover is idle. Other tracks, such as "comm", hold transfers that run
-beside it; "steps" tells which time is training. Without a trace the tracer is `OFF`, whose spans
-cost next to nothing.
+A span is on a track. The track "main" is the thread that computes: its spans do not overlap, but
+for waits inside of waits, and the time that they do not cover is idle. Other tracks, such as
+"comm", hold transfers that run beside it; "steps" tells which time is training, and which is
+evaluation and saving. Without a trace the tracer is `OFF`, whose spans cost next to nothing.
 """
 
 from __future__ import annotations
@@ -15,29 +15,48 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from shoal.errors import BadInput
+from shoal.runtime.decoders import convert
+from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, read
 
 T = TypeVar("T")
-COMPUTE = ("forward", "backward", "update")
-COMMUNICATE = ("reduce", "send", "receive", "push", "pull")
+Process = int | str  # a rank, or "server 0"
+COMPUTE = ("forward", "backward", "weight gradient", "update")
+COMMUNICATE = ("reduce", "gather", "send", "receive", "push", "pull", "mix")
 WAIT = "wait"
 ISSUED = "issued"  # a track: the moments at which messages were handed over
 INJECTED = "injected"  # the sleep of --slow
 STEP = "step"
 LOAD = "load"  # the next batch
-_MAX_BYTES = 1 << 30  # of a rank's spans
+EVALUATE = "evaluate"
+CHECKPOINT = "checkpoint"
+_MAX_BYTES = 1 << 30  # of the spans of a process
 TRAINING = (STEP, LOAD)  # on the track "steps": not start-up, evaluation, checkpoints
 
 
 class Span(NamedTuple):
-    """What a rank did from one moment to another."""
+    """What a process did from one moment to another.
+
+    `call` is the same text for all ranks that take part in a collective, for both ends of a
+    message, and for a pull and the update that it waits for. `peer` sends, receives, or, at a
+    server, has made the update complete. `bytes` are those that this process sends.
+    """
 
     kind: str
     start_ns: int
     end_ns: int
     track: str
-    detail: str
+    detail: str = ""
+    microbatch: int | None = None
+    bytes: int = 0
+    peer: Process | None = None
+    call: str = ""
+
+
+Trace = dict[Process, list[Span]]
 
 
 class SentBytes:
@@ -68,11 +87,19 @@ class Tracer:
     sent = SentBytes()  # by calls of groups whose spans are recorded
     _nothing: AbstractContextManager[None] = nullcontext()
 
-    def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]:
+    def span(
+        self,
+        kind: str,
+        detail: str = "",
+        microbatch: int | None = None,
+        peer: Process | None = None,
+        track: str = "main",
+    ) -> AbstractContextManager[dict[str, Any] | None]:
+        """What is put into the dict that it yields are further fields of the span."""
         return self._nothing
 
-    def add(self, kind: str, start_ns: int, end_ns: int, track: str, detail: str = "") -> None:
-        return None
+    def add(self, *span: Any) -> None:
+        """The fields of a `Span`, on the monotonic clock; the last ones may be left out."""
 
 
 OFF = Tracer()
@@ -92,73 +119,140 @@ def _with_spans(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> It
 
 
 class Recorder(Tracer):
-    """Keeps the spans of one rank in memory until `write`.
+    """Keeps the spans of one process in memory until `write`.
 
-    `origin_ns` is time zero of all ranks. On one host it is rank 0's reading of the monotonic
-    clock, which processes share; between hosts each rank reads its clock after the same barrier.
+    `origin_ns` is time zero of all processes, on this one's monotonic clock; processes of one host
+    share it. A server does not know it, and counts from 0: `read_spans` takes it from a rank of
+    the same `host`.
     """
 
     enabled = True
 
-    def __init__(self, rank: int, origin_ns: int):
-        self.rank = rank
+    def __init__(self, process: Process, origin_ns: int, host: str = ""):
+        self.process = process
         self.origin_ns = origin_ns
+        self.host = host
         self.spans: list[Span] = []
         self.sent = SentBytes()
 
     @contextmanager
-    def span(self, kind: str, detail: str = "") -> Iterator[None]:
+    def span(
+        self,
+        kind: str,
+        detail: str = "",
+        microbatch: int | None = None,
+        peer: Process | None = None,
+        track: str = "main",
+    ) -> Iterator[dict[str, Any]]:
+        more: dict[str, Any] = {}
         start_ns = time.monotonic_ns()
         try:
-            yield
+            yield more
         finally:
-            self.add(kind, start_ns, time.monotonic_ns(), "main", detail)
+            told = (track, detail, microbatch, 0, peer)
+            self.spans.append(Span(kind, start_ns, time.monotonic_ns(), *told, **more))
 
-    def add(self, kind: str, start_ns: int, end_ns: int, track: str, detail: str = "") -> None:
+    def add(self, *span: Any) -> None:
         # list.append is atomic, so hooks on other threads need no lock here
-        self.spans.append(
-            Span(kind, start_ns - self.origin_ns, end_ns - self.origin_ns, track, detail)
-        )
+        self.spans.append(Span(*span))
 
     def write(self, folder: Path) -> None:
-        """Write this rank's spans to `folder`, for `read_spans`."""
-        rows = [list(span) for span in self.spans]
-        text = json.dumps({"rank": self.rank, "spans": rows})
-        RunDir(folder).spans(self.rank).write_text(text)
+        """Write the spans of this process to `folder`, for `read_spans`."""
+        name = str(self.process).replace(" ", "-")
+        known = (self.process, self.host, self.origin_ns)
+        text = json.dumps(dict(zip(_Written.__struct_fields__, (*known, self.spans), strict=True)))
+        write_atomically(RunDir(folder).spans(name), text)
 
 
-def read_spans(folder: Path) -> dict[int, list[Span]]:
-    """The spans of each rank in `folder`, by rank."""
-    spans_by_rank: dict[int, list[Span]] = {}
+class _Written(msgspec.Struct):
+    """The file of one process; spans are on its own clock."""
+
+    process: Process
+    host: str
+    origin_ns: int
+    spans: list[Span]
+
+
+def read_spans(folder: Path) -> Trace:
+    """The spans of each process in `folder`, on one clock: ranks first, then servers.
+
+    A server on a host without workers is left out: nobody there knows time zero.
+    """
+    found: list[_Written] = []
     for path in RunDir(folder).all_spans():
         if (document := read(path, _MAX_BYTES)) is None:
             raise BadInput(f"{path} has no trace, or more than {_MAX_BYTES >> 20} MiB of it")
-        spans_by_rank[int(document["rank"])] = [Span(*row) for row in document["spans"]]
-    return dict(sorted(spans_by_rank.items()))
+        found.append(convert(document, _Written))
+    origins = {each.host: each.origin_ns for each in found if isinstance(each.process, int)}
+    spans: Trace = {}
+    for each in sorted(found, key=lambda each: (isinstance(each.process, str), each.process)):
+        origin_ns = each.origin_ns if isinstance(each.process, int) else origins.get(each.host)
+        if origin_ns is not None:
+            spans[each.process] = [_moved(span, -origin_ns) for span in each.spans]
+    return spans
 
 
-def chrome_events(spans_by_rank: dict[int, list[Span]]) -> list[dict[str, Any]]:
-    """Events of the Chrome trace format: one process per rank, one thread per track, µs."""
+def _moved(span: Span, by_ns: int) -> Span:
+    return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
+
+
+def name_of(process: Process) -> str:
+    return f"rank {process}" if isinstance(process, int) else process
+
+
+def chrome_events(spans_by_process: Trace) -> list[dict[str, Any]]:
+    """Events of the Chrome trace format: a process each, one thread per track, µs."""
     events: list[dict[str, Any]] = []
-    for rank, spans in spans_by_rank.items():
+    for pid, (process, spans) in enumerate(spans_by_process.items()):
         tracks = sorted({span.track for span in spans}, key=lambda track: (track != "main", track))
-        events.append(_named("process_name", rank, 0, f"rank {rank}"))
-        events += [_named("thread_name", rank, i, track) for i, track in enumerate(tracks)]
+        events.append(_named("process_name", pid, 0, name_of(process)))
+        events += [_named("thread_name", pid, i, track) for i, track in enumerate(tracks)]
+        numbers = {track: i for i, track in enumerate(tracks)}
         for span in spans:
+            given = zip(_ARGS, span[4:], strict=True)
+            args = {name: value for name, value in given if value != Span._field_defaults[name]}
             events.append(
                 {
                     "name": span.kind,
                     "cat": span.track,
                     "ph": "X",
-                    "pid": rank,
-                    "tid": tracks.index(span.track),
+                    "pid": pid,
+                    "tid": numbers[span.track],
                     "ts": span.start_ns / 1e3,
                     "dur": (span.end_ns - span.start_ns) / 1e3,
-                    "args": {"detail": span.detail},
+                    "args": args,
                 }
             )
     return events
 
 
+_ARGS = Span._fields[4:]
+
+
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def from_chrome(file: Path) -> Trace:
+    """What `chrome_events` has made of spans, from a file of them."""
+    wrong = f"{file} is no trace of shoal run --trace"
+    document = read(file, _MAX_BYTES)
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise BadInput(wrong)
+    names: dict[Any, Process] = {}
+    spans: Trace = {}
+    try:
+        for event in document["traceEvents"]:
+            if event["name"] == "process_name":
+                name = event["args"]["name"]
+                is_rank = name.startswith("rank ")
+                names[event["pid"]] = int(name.removeprefix("rank ")) if is_rank else name
+                spans[names[event["pid"]]] = []
+            elif event["ph"] == "X":
+                start_ns, length_ns = (round(event[key] * 1e3) for key in ("ts", "dur"))
+                given = {key: event["args"][key] for key in _ARGS if key in event["args"]}
+                known = (event["name"], start_ns, start_ns + length_ns, event["cat"])
+                spans[names[event["pid"]]].append(convert(Span(*known, **given), Span))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadInput(wrong) from error
+    return spans

@@ -27,6 +27,7 @@ from shoal.runtime.faults import read_slow
 from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.trace import Recorder
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def main() -> int:
     with server, Watcher(config.wait):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
         os.read(is_asked, 1)
+    if isinstance(server.host.tracer, Recorder) and config.trace_dir is not None:
+        server.host.tracer.write(config.trace_dir)
     return 0
 
 
@@ -78,6 +81,7 @@ def _catch_stop() -> int:
 def _open_server(config: RunConfig) -> Server:
     import torch
 
+    from shoal.comm.executors.hierarchical.topology import host_id
     from shoal.server.process.server import Server
     from shoal.server.process.shard_file import ShardSaver
 
@@ -97,6 +101,9 @@ def _open_server(config: RunConfig) -> Server:
     server.host.takes_back = config.takes_back
     if config.server_checkpoint.folder is not None:
         server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
+    if config.trace_dir is not None:
+        host = host_id(config.host_id).decode()
+        server.host.tracer = Recorder(f"server {index}", 0, host)
     server.host.slowness.factor = read_slow(config.slow, None, "server").get(index, 1.0)
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)

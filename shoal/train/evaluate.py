@@ -24,7 +24,7 @@ from shoal.data.sources import draw_order
 from shoal.errors import BadInput
 from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch_context import preserve_modes
-from shoal.runtime.trace import OFF, Tracer
+from shoal.runtime.trace import EVALUATE, OFF, Tracer
 from shoal.train.step.step import Step
 
 
@@ -115,7 +115,8 @@ class Evaluation:
         """The mean of the metric over all samples, on every rank; "" if it has no name."""
         model = self.step.model
         given = EvaluationData.of(data, batch_size, self.collate)
-        with preserve_modes(model), self.tracer.sent.uncounted():
+        shown = self.tracer.span(EVALUATE, track="steps")
+        with shown, preserve_modes(model), self.tracer.sent.uncounted():
             model.eval()
             with self.step.sync.evaluating():
                 sums = self._sum_all(given)

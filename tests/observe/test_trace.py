@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ def test_spans_inside_each_other_end_from_the_inside_also_in_an_error() -> None:
     with pytest.raises(KeyError), recorder.span("backward", "micro-batch"), recorder.span("wait"):
         raise KeyError
     assert recorder.spans == [
-        Span("wait", 1500, 2500, "main", ""),
-        Span("backward", 500, 3500, "main", "micro-batch"),
+        Span("wait", 2000, 3000, "main"),
+        Span("backward", 1000, 4000, "main", "micro-batch"),
     ]
 
 
@@ -37,16 +38,47 @@ def test_off_records_nothing_and_hands_out_one_context() -> None:
         OFF.add("reduce", 0, 1, "comm")
 
 
-def test_spans_are_read_back_by_rank(tmp_path: Path) -> None:
-    recorders = [Recorder(rank, 0) for rank in (10, 2, 0)]
-    for recorder in recorders:
-        recorder.add("forward", recorder.rank, recorder.rank + 5, "main", "µ-batch")
+def test_spans_are_read_back_on_one_clock_ranks_before_servers(tmp_path: Path) -> None:
+    """Servers count from the origin of ranks on their host; without any they are left out."""
+    hosts = {10: "b", 2: "a", 0: "a", "server 1": "b", "server 0": "lost"}
+    origins = {"a": 100, "b": 5000}
+    for process, host in hosts.items():
+        recorder = Recorder(process, origins[host] if isinstance(process, int) else 0, host)
+        start = origins.get(host, 0)
+        recorder.add("forward", start, start + 5, "main", "µ-batch", 3, 8, 0, "0,2 #1")
         recorder.write(tmp_path)
     (tmp_path / "other.json").write_text("not a trace")
-    found = trace.read_spans(tmp_path)
-    assert list(found) == [0, 2, 10]
+    span = Span("forward", 0, 5, "main", "µ-batch", 3, 8, 0, "0,2 #1")
+    assert trace.read_spans(tmp_path) == {0: [span], 2: [span], 10: [span], "server 1": [span]}
+    assert list(trace.read_spans(tmp_path)) == [0, 2, 10, "server 1"]
     assert trace.read_spans(tmp_path / "empty") == {}
-    assert found == {r.rank: r.spans for r in sorted(recorders, key=lambda r: r.rank)}
+
+
+def test_a_chrome_trace_gives_back_the_spans(tmp_path: Path) -> None:
+    spans: trace.Trace = {
+        3: [Span("wait", 1_000, 2_500, "main", "pull", None, 0, "server 0", "version 2")],
+        "server 0": [Span("update", 0, 1_000, "main", "", 1, 7, 3)],
+    }
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": chrome_events(spans)}))
+    assert trace.from_chrome(file) == spans
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        '{"traceEvents": 1}',
+        '{"traceEvents": [1]}',
+        '{"traceEvents": [{"name": "process_name", "pid": 0, "args": {"name": 5}}]}',
+        '{"traceEvents": [{"ph": "X", "name": "a", "pid": 9, "ts": 1, "dur": 1, "cat": ""}]}',
+    ],
+)
+def test_a_file_that_is_no_chrome_trace_of_a_run_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(BadInput, match="is no trace of shoal run"):
+        trace.from_chrome(tmp_path / "t.json")
 
 
 def test_a_rank_is_a_process_and_a_lane_a_thread_of_the_chrome_trace() -> None:
@@ -60,7 +92,7 @@ def test_a_rank_is_a_process_and_a_lane_a_thread_of_the_chrome_trace() -> None:
         ("thread_name", 0, "main"),
         ("thread_name", 1, "comm"),
     ]
-    shared = {"ph": "X", "pid": 3}
+    shared = {"ph": "X", "pid": 0}
     assert [e for e in events if e["ph"] == "X"] == [
         {"name": name, "cat": lane, "tid": tid, "ts": ts, "dur": dur, "args": detail} | shared
         for name, lane, tid, ts, dur, detail in (

@@ -276,7 +276,7 @@ def test_buckets_hide_behind_backward_but_for_the_last() -> None:
     shares = time_shares(hidden.spans_by_rank[0])
     assert shares.exposed == pytest.approx(0.15 / 3.25, rel=1e-6)
     assert shares.hidden == pytest.approx(1.35 / 3.25, rel=1e-6)
-    assert shares.idle == pytest.approx(0, abs=1e-9)
+    assert shares.other == pytest.approx(0, abs=1e-9)
 
 
 def test_a_server_takes_in_all_pushes_and_the_time_grows_with_workers() -> None:

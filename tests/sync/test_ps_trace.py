@@ -33,12 +33,12 @@ class Signalling(Recorder):
         self._pulls_left = pulls
 
     @contextmanager
-    def span(self, kind: str, detail: str = "") -> Iterator[None]:
-        with super().span(kind, detail):
+    def span(self, kind: str, detail: str = "", *more: Any, **named: Any) -> Iterator[Any]:
+        with super().span(kind, detail, *more, **named) as fields:
             self._pulls_left -= (kind, detail) == (WAIT, "pull")
             if self._pulls_left == 0:
                 self.is_waiting.set()
-            yield
+            yield fields
 
 
 def train(

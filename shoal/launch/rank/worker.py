@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -257,14 +256,13 @@ class Worker:
     def _make_tracer(self, group: Group) -> Tracer:
         if self.config.trace_dir is None:
             return OFF
-        origin = torch.tensor([time.monotonic_ns()], device=self._group.device)
+        from shoal.comm.executors.hierarchical.topology import host_id
+        from shoal.comm.tracing import common_origin_ns
+
         place = self._group.placement
-        if place is None or place.local_size == self.size:
-            group.broadcast(origin).wait()
-        else:  # hosts have different clocks: the end of the barrier is zero on each
-            group.barrier().wait()
-            origin.fill_(time.monotonic_ns())
-        return Recorder(self.rank, int(origin))
+        is_one_host = place is None or place.local_size == self.size
+        origin_ns = common_origin_ns(group, self._group.device, is_one_host)
+        return Recorder(self.rank, origin_ns, host_id(self.config.host_id).decode())
 
     def _make_meetings(self) -> tuple[Meetings | None, ElasticSum | None]:
         """Meetings: where lost workers come back; a sum: where a launcher notes their exits.

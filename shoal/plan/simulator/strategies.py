@@ -34,7 +34,7 @@ from shoal.plan.step.step_price import ReplicaPricer, weights_of
 from shoal.plan.sync_price import Agreeing, SyncQuestion
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
-from shoal.runtime.trace import STEP, WAIT, Span
+from shoal.runtime.trace import STEP, WAIT, Span, Trace
 from shoal.strategy.strategy import Strategy, as_strategy
 
 
@@ -50,7 +50,7 @@ class StepRun:
     step_s: float
     rank_end_s: tuple[tuple[float, ...], ...]  # by step and rank
     link_bytes: tuple[float, ...] = field(repr=False)
-    spans_by_rank: dict[int, list[Span]] = field(repr=False)
+    spans_by_rank: Trace = field(repr=False)
 
 
 def simulate_step(
@@ -74,12 +74,12 @@ def simulate_step(
     return StepRun(times.seconds, steps, step_s, tuple(ends), tuple(times.link_bytes), spans)
 
 
-def _spans(builder: StepTasks, times: TaskTimes) -> dict[int, list[Span]]:
-    spans: dict[int, list[Span]] = {rank: [] for rank in sorted(builder.ends[0])}
+def _spans(builder: StepTasks, times: TaskTimes) -> Trace:
+    spans: Trace = {rank: [] for rank in sorted(builder.ends[0])}
     for task, start_s, end_s in zip(builder.graph.tasks, times.start_s, times.end_s, strict=True):
         if task.kind and task.rank in spans and end_s > start_s:
             spans[task.rank].append(_span(task.kind, start_s, end_s, task.track, task.detail))
-    for rank in spans:
+    for rank in builder.ends[0]:
         began_s = 0.0
         for step, by_rank in enumerate(builder.ends):
             ended_s = times.end_s[by_rank[rank]]

@@ -142,7 +142,7 @@ class PipelineStage(Stage):
         """
         source = self._pipeline.producer(self._stage, action)
         assert source is not None
-        with self._tracer.span("wait", f"receive {action}"):
+        with self._tracer.span("wait", f"receive {action}", action.microbatch):
             tree = self._channel.recv(source.stage, _tag(action, self._virtual(action)))
         done = self._position[source, action.microbatch, _direction(action)]
         messages = self.held.get(source.stage, [])
@@ -159,7 +159,7 @@ class PipelineStage(Stage):
             return
         direction = _direction(action)
         virtual = self._virtual(action) + (1 if direction == FORWARD else -1)
-        with self._tracer.span("send", str(action)):
+        with self._tracer.span("send", str(action), action.microbatch):
             sent = self._channel.send(tree, target.stage, _tag(action, virtual))
         position = self._position[target, action.microbatch, direction]
         self.held.setdefault(target.stage, []).append((position, sent))

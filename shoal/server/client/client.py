@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -229,7 +230,12 @@ class Client:
             if start >= stop:
                 continue
             if link.shares_memory:
-                self.shared_bytes += (stop - start) * self.out.element_size()
+                num_bytes = (stop - start) * self.out.element_size()
+                self.shared_bytes += num_bytes
+                if self.tracer.enabled:
+                    now_ns, server = time.monotonic_ns(), f"server {link.index}"
+                    told = (f"push {server}", "shared memory", None, num_bytes, server)
+                    self.tracer.add("push", now_ns, now_ns, *told)
             else:
                 for index, gradients in enumerate(self.out):
                     offset = index * (spec.stop - spec.start) + start - spec.start

@@ -184,9 +184,10 @@ class ServerLink:
             unacknowledged.append(request)
         self.route.answered(channel, request, began_ns / 1e9)
         if self._tracer.enabled:
-            track = f"{channel} server {self.index}"
+            server = f"server {self.index}"
+            more = (request.kind.name, None, sum(len(part) for part in request.payload), server)
             end_ns = time.monotonic_ns()
-            self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
+            self._tracer.add(_SPANS[channel], began_ns, end_ns, f"{channel} {server}", *more)
         return reply
 
     def give_up(self, connection: Connection, kind: FrameKind, seconds: float) -> None:

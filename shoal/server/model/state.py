@@ -12,6 +12,7 @@ copies of one slice have the same weights and optimizer state, bit for bit.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.protocol import Refused
+from shoal.runtime.trace import OFF, Tracer
 from shoal.server import messages
 from shoal.server.consistency import Ledger
 from shoal.server.model.shard import PendingPush, PushBuffer, Shard
@@ -70,6 +72,7 @@ class ModelState:
         self.is_from_start = True  # else it has got the state of another copy, without these
         self._latest_save = 0
         self.uses_pushes = False  # each push is a step, applied from where its gradients are
+        self.tracer: Tracer = OFF
         self.on_applied: Callable[[], None] = lambda: None  # a decision, under the model's lock
 
     @property
@@ -151,7 +154,9 @@ class ModelState:
     def _apply_step(self, step: messages.StepApplied) -> None:
         if step.version != self.version + 1:
             raise Refused(f"version {step.version} is out of order: expected {self.version + 1}")
-        if self.counted:  # else all pushes of the step are lost
+        start_ns = time.monotonic_ns()
+        latest = self.counted[-1].worker if self.counted else None  # else all pushes are lost
+        if self.counted:
             self._sum_pushes(step.divisor)
             self.shard.update(step.lr, step.clip_factor)
             self.tables.update(step.divisor)
@@ -160,6 +165,9 @@ class ModelState:
         self.is_summed = False
         self._latest_save = max(self._latest_save, step.save or 0)
         self.ledger.apply()
+        call = f"version {step.version}"
+        end_ns = time.monotonic_ns()
+        self.tracer.add("update", start_ns, end_ns, "main", call, None, 0, latest, call)
 
     def _sum_pushes(self, divisor: float) -> None:
         """Once per step: with clipping, the norms are needed before the step is applied."""

@@ -20,6 +20,7 @@ from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.faults import busy_s
 from shoal.runtime.memory_limit import server_threads
+from shoal.runtime.trace import OFF, Tracer
 from shoal.server.member.operations import EMPTY, OnCommitted, Operation, Payload
 from shoal.server.member.place import Elsewhere
 from shoal.server.messages import ModelSpec
@@ -109,6 +110,7 @@ class ModelHost:
 
     def __post_init__(self) -> None:
         self.slowness = Slowness()
+        self.tracer: Tracer = OFF
         self.models: dict[int, ServedModel] = {}
         self.changed = threading.Condition()
         self._being_made: set[int] = set()
@@ -181,6 +183,7 @@ class ModelHost:
             raise Refused(str(error)) from error
         model.log.on_save = partial(self._save, model_id, model)
         model.state.on_applied = self.slowness.pay
+        model.state.tracer = self.tracer
         model.log.may_lose = self.may_lose
         model.log.shared = 0 if self.in_chain and spec.servers > 1 else None
         has_exited = self.has_exited

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -35,6 +36,7 @@ from shoal.server.rows.memory import RowBuffer
 
 T = TypeVar("T")
 _MAX_SHORT_META_BYTES = 64 << 10
+_TRACED = {"push": "push", "pull": "pull", "rows": "pull"}  # channel: the kind of its spans
 _PULL_BYTES = 64 << 10  # a request for 4,000 rows is read at once
 _UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
 _OF_ANY_MEMBER = {
@@ -257,6 +259,7 @@ class Peer:
         registered = self._check(header)
         slowness, connection = self.host.slowness, self.connection
         end_bytes = connection.received_bytes + header.payload_bytes
+        start_ns, sent_bytes = time.monotonic_ns(), connection.sent_bytes
         try:
             slowness.begin()
             self._check_place(header)
@@ -265,6 +268,12 @@ class Peer:
             message = registered.message
             registered.handler(self, header, meta if message is None else decode(meta, message))
             slowness.pay()
+            if self.host.tracer.enabled and self.channel in _TRACED:
+                told = (header.kind.name, None, connection.sent_bytes - sent_bytes, self.worker)
+                track = f"{self.channel} rank {self.worker}"
+                self.host.tracer.add(
+                    _TRACED[self.channel], start_ns, time.monotonic_ns(), track, *told
+                )
         except ModelFailure as failure:
             connection.skip(end_bytes - connection.received_bytes)
             error = ErrorReply(failure.reason, failure.worker, is_loss=failure.is_loss)

@@ -243,8 +243,10 @@ class PsWorker(Sync):
 
     def _take(self, pending: Pending) -> PullResult:
         """Wait for a pull and use what it has brought."""
-        with self._tracer.span(WAIT, "pull"):
+        with self._tracer.span(WAIT, "pull") as more:
             result = pending.wait()
+            if more is not None:
+                more["call"] = f"version {result.version}"
         self._version = result.version
         if result.slowest is not None:
             self.pulls.append((self.update.steps, result.slowest))

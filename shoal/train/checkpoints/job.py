@@ -19,6 +19,7 @@ from shoal.runtime.checkpoint_folders import (
     versions_in,
 )
 from shoal.runtime.preemption import EXIT_STATUS
+from shoal.runtime.trace import CHECKPOINT
 from shoal.runtime.wording import counted
 from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.checkpoints import files
@@ -72,7 +73,8 @@ class JobCheckpoints:
             self._agreement.run(lambda: (None, ""))  # all have come, before some wait for a part
             self._agreement.run(lambda: (None, self._write(path, about)))
 
-        self._meetings.hold(write)
+        with self._state.context.services.tracer.span(CHECKPOINT, track="steps"):
+            self._meetings.hold(write)
         self._saved = (path, about)
 
     def load(self, path: Path) -> dict[str, Any]:
