@@ -36,6 +36,7 @@ COMMANDS = {
     "plan": "plan.plan",
     "cluster": "cluster.app",
     "collectives": "collectives.app",
+    "graphs": "graphs.graphs",
     "keys": "keys.app",
     "lab": "lab.app",
     "pipeline": "pipeline.app",

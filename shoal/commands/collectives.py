@@ -1,9 +1,10 @@
-"""`shoal collectives`: what every algorithm costs; `show` draws one."""
+"""`shoal collectives`: what every algorithm costs; `show` draws one, `run` carries one out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from shoal.cluster.units import (
     show_rate,
     show_seconds,
 )
-from shoal.commands import options
+from shoal.commands import collective_runs, options
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
@@ -110,7 +111,10 @@ def _fastest_first(
     return grid
 
 
-app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
+app = typer.Typer(
+    help="Every collective algorithm: priced, proven, drawn, carried out.", no_args_is_help=False
+)
+app.command("run")(collective_runs.run)
 
 
 MOST_RANKS = 4096  # of a table of all algorithms: their transfers grow with the square
@@ -120,8 +124,11 @@ MOST_RANKS = 4096  # of a table of all algorithms: their transfers grow with the
 def table(
     context: typer.Context,
     ranks: Annotated[
-        int | None,
-        typer.Option(help="Number of ranks.", show_default="8, or all devices of --cluster"),
+        str | None,
+        typer.Option(
+            help="Number of ranks; several, as 2,4,8,…,1024, are compared.",
+            show_default="8, or all devices of --cluster",
+        ),
     ] = None,
     size: Annotated[
         str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")
@@ -137,28 +144,46 @@ def table(
     kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
     prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,
     seed: Annotated[int, typer.Option(help="Of a ring's random order, on a cluster.")] = 0,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw times over several numbers of ranks here.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """A table of all algorithms, the fastest first."""
     if context.invoked_subcommand is not None:
         return
-    if ranks is not None and ranks < 1:
-        raise BadInput(f"a collective needs at least one rank, not {ranks}")
-    if ranks is not None and ranks > MOST_RANKS:
-        raise BadInput(f"--ranks {ranks}: a table of all algorithms has at most {MOST_RANKS} ranks")
+    counts = [] if ranks is None else options.parse_counts("--ranks", ranks, MOST_RANKS)
+    if svg is not None and len(counts) < 2:
+        raise BadInput("--svg draws times over several --ranks; `show` draws one algorithm")
     names = kinds() if kind == "all" else [kind_named(kind).name]
     num_bytes = parse_bytes(size)
     if cluster is not None:
         _check_no_costs(context)
-        show_on_cluster(load_cluster(cluster), ranks, names, num_bytes, seed, as_json)
+        if len(counts) > 1:
+            raise BadInput("--cluster takes one number of --ranks")
+        count = counts[0] if counts else None
+        show_on_cluster(load_cluster(cluster), count, names, num_bytes, seed, as_json)
         return
-    ranks = 8 if ranks is None else ranks
     cost = Link(parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
-    prices_by_kind = {name: price_all(name, ranks, num_bytes, cost) for name in names}
     if prove_all:
-        for name in names:
+        for count, name in product(counts or [8], names):
             for algorithm in algorithms(name):
-                prove(build(name, algorithm, ranks))
+                prove(build(name, algorithm, count))
+    if len(counts) > 1:
+        document, parts, lines = collective_runs.sweep(names, counts, num_bytes, cost)
+        if svg is not None:
+            title = f"{', '.join(names)} of {show_bytes(num_bytes)}"
+            collective_runs.write_chart(svg, title, lines)
+        show_parts({**document, "proven": prove_all}, parts, as_json)
+        return
+    _show_one(counts[0] if counts else 8, names, num_bytes, cost, prove_all, as_json)
+
+
+def _show_one(
+    ranks: int, names: Sequence[str], num_bytes: int, cost: Link, proven: bool, as_json: bool
+) -> None:
+    """A table for one number of ranks."""
+    prices_by_kind = {name: price_all(name, ranks, num_bytes, cost) for name in names}
     parts: list[Part] = []
     for name, prices in prices_by_kind.items():
         parts.append(_grid(name, prices, num_bytes, cost))
@@ -167,12 +192,12 @@ def table(
                 f"\nRedundant memory: when the {name} is done, in place, all ranks together hold "
                 f"{show_bytes(prices[0].redundant_bytes)} beyond one copy of the result."
             )
-    if prove_all:
+    if proven:
         parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
         parts.append(_ring_against_star(prices_by_kind["all_reduce"]))
     costs = asdict(cost)
-    document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": prove_all}
+    document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": proven}
     show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
 
 

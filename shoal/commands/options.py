@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from shoal.errors import BadInput
+
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
 RunWorkers = Annotated[
@@ -158,6 +160,29 @@ ScriptArgs = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def parse_counts(option: str, text: str, most: int = 4096) -> list[int]:
+    """Numbers in order, each once; `…` or `...` goes on as the two before it: 2,4,…,1024."""
+    words = [word.strip() for word in text.replace("...", "…").split(",")]
+    found: list[int] = []
+    for number, word in enumerate(words):
+        if word == "…" and len(found) > 1 and words[number + 1 : number + 2] != []:
+            (before, last), end = found[-2:], words[number + 1]
+            factor, step = (last // before if last % before == 0 else 1), last - before
+            while step > 0 and end.isdigit():
+                last = last * factor if factor > 1 else last + step
+                if last >= min(int(end[:9]), most):
+                    break
+                found.append(last)
+        elif word.isdigit() and 1 <= int(word[:9]) <= most:
+            found.append(int(word))
+        else:
+            raise BadInput(
+                f"{option} takes numbers from 1 to {most}, such as 2,4,8 or 2,4,…,64, "
+                f"not {text[:40]!r}"
+            )
+    return sorted(set(found))
 
 
 def with_fields(command: Callable[..., None]) -> Callable[..., None]:

@@ -23,7 +23,7 @@ _KINDS = (
     *("run", "ps"),  # of launchers, and of servers that workers start
     "host",  # of the workers of one host, where an engine lends several
     "ray",  # of a Ray cluster for one run
-    *("auto", "bench", "compare", "eval", "keys", "memory", "predict", "profile"),
+    *("auto", "bench", "collective", "compare", "eval", "keys", "memory", "predict", "profile"),
     *("trace", "verify", "workload"),  # of commands: see scratch_folder
 )
 _LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")

@@ -86,20 +86,31 @@ class Mixing:
         return 0.0 if largest < 1e-7 else largest ** (1 / len(self.matrices))
 
     @property
+    def steps_to_tenth(self) -> int:
+        """After so many steps without training, replicas are a tenth as far apart, or equal."""
+        if self.second_eigenvalue == 0:
+            return len(self.matrices)
+        return math.ceil(math.log(10) / -math.log(self.second_eigenvalue))
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """The fewest and the most others that a worker sends to in a step."""
+        heard = [len(self.listeners(rank, 0)) for rank in range(self.workers)]
+        return min(heard), max(heard)
+
+    @property
     def expectation(self) -> str:
         """How fast consensus is to be expected, in a sentence."""
-        degrees = {len(self.listeners(rank, 0)) for rank in range(self.workers)}
-        few, most = min(degrees), max(degrees)
+        few, most = self.degrees
         number = f"{most}" if few == most else f"{few} to {most}"
         who = f"{self.name}: a worker averages with {number} other{'s' * (most > 1)} a step"
         if self.second_eigenvalue == 0:
             period = len(self.matrices)
             after = "each step" if period == 1 else f"any {period} steps"
             return f"{who}; without training replicas would be equal after {after}"
-        tenfold = math.ceil(math.log(10) / -math.log(self.second_eigenvalue))
         return (
             f"{who}; second eigenvalue {self.second_eigenvalue:.3f}: without training the "
-            f"distance between replicas would shrink tenfold every {tenfold} steps"
+            f"distance between replicas would shrink tenfold every {self.steps_to_tenth} steps"
         )
 
 

@@ -58,6 +58,13 @@ class ScheduleTraffic:
         busy += self.reduced_chunks * (chunk_bytes * link.gamma_s_per_byte)
         return float(np.maximum.reduceat(busy, self.cell_starts).sum()) if busy.size else 0.0
 
+    @property
+    def idle_share(self) -> float:
+        """Of the ports out and in of all ranks, in rounds as long as their busiest port."""
+        larger = np.maximum(self.sent_chunks, self.received_chunks)
+        lasts = np.maximum.reduceat(larger, self.cell_starts).sum() if larger.size else 0.0
+        return float(1 - self.sent_chunks.sum() / (self.ranks * lasts)) if lasts else 0.0
+
     def by_rank(self, cells: Floats) -> Floats:
         return np.bincount(self.cell_ranks, cells, minlength=self.ranks).astype(np.float64)
 
@@ -151,7 +158,8 @@ class Price:
     what it receives. `ratio` is that against the least that any algorithm of the kind needs,
     2(p-1)/p V for an all-reduce; None where the bound is zero. `extra_memory_bytes` is room
     beyond input and output on the worst rank; `redundant_bytes` is what all ranks together hold
-    when the collective is done, in place, beyond one copy of the result.
+    when the collective is done, in place, beyond one copy of the result. `idle_share` is how much
+    of the time of all ports nothing goes through them, where a message costs nothing but its bytes.
     """
 
     kind: str
@@ -169,6 +177,7 @@ class Price:
     ratio: float | None
     extra_memory_bytes: float
     redundant_bytes: float
+    idle_share: float
 
 
 def price(collective: Collective, num_bytes: int, link: Link) -> Price:
@@ -200,6 +209,7 @@ def price(collective: Collective, num_bytes: int, link: Link) -> Price:
         ratio=busiest / bound if bound else None,
         extra_memory_bytes=memory_chunks(collective, counted) * chunk,
         redundant_bytes=float(collective.pattern.redundant(collective.ranks) * num_bytes),
+        idle_share=counted.idle_share,
     )
 
 

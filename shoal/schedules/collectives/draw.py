@@ -20,6 +20,7 @@ from rich.text import Text
 
 from shoal.errors import BadInput
 from shoal.runtime import svg
+from shoal.runtime.chart import HUES
 from shoal.runtime.wording import counted
 from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.proof import State, initial, prove, states
@@ -266,7 +267,6 @@ class Animation:
 MOST_RANKS = 16
 MOST_TRANSFERS = 1500
 _LAMP, _GAP, _MARGIN, _HEAD = 16, 5, 24, 122  # pixels
-_HUES = ["#0072b2", "#e69f00", "#009e73", "#cc4778", "#56b4e9", "#d55e00", "#7b5ea7", "#8a8d00"]
 _STYLE = """
 .title{font-size:20px;font-weight:700}.text{font-size:16px}.note{font-size:13px;fill:#5a6675}
 .rank{font-size:14px;font-weight:700}.slot{font-size:12px;fill:#5a6675}
@@ -275,10 +275,6 @@ _STYLE = """
 .arrow{stroke:#1d2733;stroke-width:2;fill:none}.put{stroke-dasharray:6 4}
 .token{fill:#fff8dc;stroke:#1d2733;stroke-width:1.5}
 """
-_TIP = (
-    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-    'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'
-)
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ def animated_svg(collective: Collective) -> str:
     plan = _plan(collective)
     frames = frames_of(collective)
     animation = Animation(len(frames))
-    body = [_TIP, _captions(plan, frames, animation), _legend(plan)]
+    body = [svg.TIP, _captions(plan, frames, animation), _legend(plan)]
     body += [_arrows(plan, number, frame, animation) for number, frame in enumerate(frames)]
     body += [_box(plan, rank, frames, animation) for rank in range(collective.ranks)]
     body += [
@@ -445,4 +441,4 @@ def _token(plan: _Plan, number: int, frame: Frame, t: Transfer, animation: Anima
 
 
 def _hue(rank: int) -> str:
-    return _HUES[rank] if rank < len(_HUES) else f"hsl({rank * 137 % 360},55%,45%)"
+    return HUES[rank] if rank < len(HUES) else f"hsl({rank * 137 % 360},55%,45%)"

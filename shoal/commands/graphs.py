@@ -1,0 +1,176 @@
+"""`shoal graphs`: the graphs of gossip side by side, and how fast replicas agree over each."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cluster.units import parse_bytes, show_bytes
+from shoal.commands import options
+from shoal.commands.output import Part, plain_table, show, write_text
+from shoal.errors import BadInput, StrategyError
+from shoal.runtime import svg as drawing
+from shoal.schedules.mixing import Mixing, mixing_for
+from shoal.strategy.options import GRAPHS
+
+MOST_IN_PICTURE = 64
+_MOST_IN_TERMINAL = 18  # four matrices side by side
+_WIDE, _HIGH, _COLUMNS, _RADIUS = 230, 258, 4, 82  # pixels of a graph in the picture
+_STYLE = """
+.title{font-size:20px;font-weight:700}.name{font-size:15px;font-weight:700}
+.note{font-size:12px;fill:#5a6675}.edge{stroke:#7b8794;stroke-width:1.2;fill:none}
+.later{stroke:#c3cbd4;stroke-dasharray:4 3;fill:none}.node{fill:#0072b2}
+"""
+
+
+def graphs(
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", min=2, help="Number of replicas.")
+    ] = 16,
+    graph: Annotated[
+        list[str] | None,
+        typer.Option(help="A graph of gossip, or an edge list; repeatable.", show_default="all"),
+    ] = None,
+    size: Annotated[str, typer.Option("--bytes", help="Of the parameters: 100MB.")] = "100MB",
+    svg: Annotated[Path | None, typer.Option(help="Draw the graphs here.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare the graphs over which replicas average (gossip): bytes against agreement.
+
+    The second eigenvalue of the mixing matrix is the factor by which the distance between
+    replicas shrinks in a step without training.
+    """
+    num_bytes = parse_bytes(size)
+    if svg is not None and workers > MOST_IN_PICTURE:
+        raise BadInput(f"a picture has at most {MOST_IN_PICTURE} workers, not {workers}")
+    found: dict[str, Mixing] = {}
+    left_out: list[str] = []
+    for name in graph or GRAPHS:
+        try:
+            found[name] = mixing_for(name, workers)
+        except StrategyError as error:
+            if graph or workers > 512:
+                raise
+            left_out.append(f"{name} is left out: {error}")
+    rows = sorted(
+        (_document(name, mixing, num_bytes) for name, mixing in found.items()),
+        key=lambda one: one["steps_to_tenth"] * one["sent_bytes_total"],
+    )
+    if svg is not None:
+        write_text(svg, picture({one["graph"]: found[one["graph"]] for one in rows}, workers))
+    document = {"workers": workers, "bytes": num_bytes, "graphs": rows, "left_out": left_out}
+    parts: list[Part] = [_table(rows, workers, num_bytes), *left_out]
+    if workers <= _MOST_IN_TERMINAL:
+        names = [one["graph"] for one in rows]
+        beside = 82 // (max(workers, *(len(name[:18]) for name in names)) + 2)
+        parts += ["", "Who hears whom: ● sends from its column to its row in the first step.\n"]
+        for first in range(0, len(names), beside):
+            some = {name: found[name] for name in names[first : first + beside]}
+            parts += [*_matrices(some, workers), ""]
+    show(document, [*parts, _SAYS], as_json, wraps=True)
+
+
+_SAYS = (
+    "All of it is computed from the mixing matrix; a run prints the distance between replicas. "
+    "ddp sends 2(N-1)/N of the parameters from each worker, and all are equal after every step."
+)
+
+
+def _document(name: str, mixing: Mixing, num_bytes: int) -> dict[str, Any]:
+    steps = range(len(mixing.matrices))
+    heard = [
+        sum(len(mixing.listeners(rank, n)) for n in steps) / len(steps)
+        for rank in range(mixing.workers)
+    ]
+    return {
+        "graph": name,
+        "degrees": mixing.degrees,
+        "sent_bytes_largest": max(heard) * num_bytes,
+        "sent_bytes_total": sum(heard) * num_bytes,
+        "second_eigenvalue": mixing.second_eigenvalue,
+        "steps_to_tenth": mixing.steps_to_tenth,
+        "is_equal_then": mixing.second_eigenvalue == 0,
+    }
+
+
+def _table(rows: list[dict[str, Any]], workers: int, num_bytes: int) -> Any:
+    heads = ["graph", "degree", "sent/\nworker", "sent\na step", "second\neigenvalue"]
+    cells = [
+        [
+            one["graph"] if len(one["graph"]) <= 24 else one["graph"][:23] + "~",
+            "-".join(map(str, sorted(set(one["degrees"])))),
+            show_bytes(one["sent_bytes_largest"]),
+            show_bytes(one["sent_bytes_total"]),
+            f"{one['second_eigenvalue']:.4f}",
+            f"{one['steps_to_tenth']}{'*' * one['is_equal_then']}",
+            show_bytes(one["steps_to_tenth"] * one["sent_bytes_total"]),
+        ]
+        for one in rows
+    ]
+    title = (
+        f"gossip of {show_bytes(num_bytes)} of parameters between {workers} workers; "
+        "least bytes to a tenth first\n* equal after so many steps"
+    )
+    return plain_table(title, [*heads, "steps to\na tenth", "bytes to\na tenth"], cells, left=1)
+
+
+def _matrices(found: dict[str, Mixing], workers: int) -> list[str]:
+    wide = max(workers, *(len(name[:18]) for name in found))
+    lines = ["  ".join(f"{name[:18]:<{wide}}" for name in found)]
+    for rank in range(workers):
+        heard = [mixing.heard_by(rank, 0) for mixing in found.values()]
+        rows = ["".join("●" if peer in row else "·" for peer in range(workers)) for row in heard]
+        lines.append("  ".join(f"{row:<{wide}}" for row in rows))
+    return lines
+
+
+def picture(found: dict[str, Mixing], workers: int) -> str:
+    """Every graph as a circle of workers, a star around its centre."""
+    title = f"Graphs of gossip over {workers} workers"
+    body = [drawing.TIP, drawing.text(24, 34, title, "title")]
+    for number, (name, mixing) in enumerate(found.items()):
+        row, column = divmod(number, _COLUMNS)
+        left, top = 24 + column * _WIDE, 56 + row * _HIGH
+        body.append(drawing.text(left, top + 14, name[:28], "name"))
+        notes = f"λ₂ = {mixing.second_eigenvalue:.3f}, {mixing.steps_to_tenth} steps to a tenth"
+        body.append(drawing.text(left, top + 31, notes, "note"))
+        places = _places(mixing, left + _WIDE / 2 - 14, top + 44 + _RADIUS + 8)
+        body += [
+            line for turn in range(len(mixing.matrices)) for line in _edges(mixing, turn, places)
+        ]
+        size = 5.0 if workers <= 24 else 3.0
+        body += [drawing.element("circle", class_="node", cx=x, cy=y, r=size) for x, y in places]
+    rows = math.ceil(len(found) / _COLUMNS)
+    columns = min(len(found), _COLUMNS)
+    return drawing.document(
+        title, (max(420, 24 + columns * _WIDE), 64 + rows * _HIGH), _STYLE, body, "#fff"
+    )
+
+
+def _places(mixing: Mixing, x: float, y: float) -> list[tuple[float, float]]:
+    few, most = mixing.degrees
+    is_star = most == mixing.workers - 1 > few
+    around = mixing.workers - is_star
+    angles = [2 * math.pi * rank / around - math.pi / 2 for rank in range(around)]
+    circle = [(x + _RADIUS * math.cos(a), y + _RADIUS * math.sin(a)) for a in angles]
+    return [(x, y), *circle] if is_star else circle
+
+
+def _edges(mixing: Mixing, turn: int, places: list[tuple[float, float]]) -> list[str]:
+    """Arrows where only one of two hears the other; later steps of a period are dashed."""
+    lines = []
+    for rank in range(mixing.workers):
+        for peer in mixing.listeners(rank, turn):
+            is_both = rank in mixing.listeners(peer, turn)
+            if is_both and rank > peer:
+                continue
+            (ax, ay), (bx, by) = places[rank], places[peer]
+            short = 1 - 7 / max(8.0, math.hypot(bx - ax, by - ay))
+            end = (bx, by) if is_both else (ax + (bx - ax) * short, ay + (by - ay) * short)
+            tip = None if is_both or turn else "url(#tip)"
+            d = f"M{ax:.1f} {ay:.1f}L{end[0]:.1f} {end[1]:.1f}"
+            lines.append(drawing.path(d, "later" if turn else "edge", marker_end=tip))
+    return lines
