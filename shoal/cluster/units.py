@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 from shoal.errors import BadInput
 
@@ -77,6 +78,7 @@ def _bytes_in(unit: str) -> float | None:
     return _PREFIXES[match[1].lower()] * _BITS_IN[match[2]] / 8
 
 
+@lru_cache(maxsize=10_000)
 def show_rate(bytes_per_s: float) -> str:
     """In bits and in bytes: 200 Gb/s = 25 GB/s."""
     bits = show_bytes(bytes_per_s * 8)

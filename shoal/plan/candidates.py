@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PRICERS, PlanSettings
 from shoal.plan.workloads import Recompute, Workload
@@ -32,8 +31,7 @@ _LEFT_OUT = ('gossip(graph="complete")',)
 MAX_CHUNKS = 8
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """How workers and samples are divided, before a schedule and a way to agree are chosen."""
 
     layout: Layout
@@ -43,8 +41,7 @@ class Shape:
     is_default: bool = False  # the micro-batches that the script has anyway
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     strategy: Strategy
     settings: PlanSettings
 
@@ -122,7 +119,12 @@ def candidate(
     strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
     microbatch = None if in_notation or shape.is_default else shape.microbatch
     beside = "none" if in_notation and recompute == "full" else recompute
-    return Candidate(strategy, replace(settings, microbatch=microbatch, recompute=beside))
+    return Candidate(strategy, _settings(settings, microbatch, beside))
+
+
+@lru_cache(maxsize=1000)
+def _settings(settings: PlanSettings, microbatch: int | None, recompute: Recompute) -> PlanSettings:
+    return replace(settings, microbatch=microbatch, recompute=recompute)
 
 
 @lru_cache(maxsize=1000)
@@ -163,24 +165,22 @@ def _all_syncs() -> tuple[SyncTerm, ...]:
     )
 
 
-def syncs(
-    layout: Layout, cluster: Cluster, workers: int, equals_single: bool
-) -> list[SyncTerm | None]:
+@lru_cache(maxsize=10_000)
+def syncs(layout: Layout, on_one_host: bool, equals_single: bool) -> tuple[SyncTerm | None, ...]:
     """The ways to agree that run on this layout and give, or do not give, one device's result."""
     if layout.replicas == 1:
         splits = layout.tp * layout.pp * layout.ep * layout.cp
         alone = None if splits > 1 else Single()
-        return [alone] if equals_single else []
-    return [
+        return (alone,) if equals_single else ()
+    return tuple(
         term
         for term in _all_syncs()
         if term.equals_single == equals_single
-        and not (term.needs_one_host and workers > cluster.node.devices)
+        and (on_one_host or not term.needs_one_host)
         and _runs(term, layout)
-    ]
+    )
 
 
-@lru_cache(maxsize=10_000)
 def _runs(sync: SyncTerm, layout: Layout) -> bool:
     """Whether the strategy layer accepts the way to agree on this layout."""
     try:

@@ -64,7 +64,7 @@ class Predictor:
         self.cluster = cluster
         self._order = order
         self._pricers: dict[int, ReplicaPricer] = {}
-        self._last: tuple[Strategy, int, tuple[Layout, SyncTerm, str]] | None = None
+        self._asked: dict[tuple[object, ...], tuple[ReplicaPrice, SyncQuestion]] = {}
         self._held: dict[tuple[Stage, int, int], TensorSizes | None] = {}
         self._flops: dict[tuple[int, bool], float] = {}
 
@@ -76,14 +76,6 @@ class Predictor:
             cluster = replace(cluster, device=cluster.device_of(workers))
             self._pricers[key] = ReplicaPricer(self.workload, cluster, self._order)
         return self._pricers[key]
-
-    def _read(self, strategy: Strategy, workers: int) -> tuple[Layout, SyncTerm, str]:
-        """What a strategy says; a search asks with one after the other of the settings."""
-        if self._last is None or self._last[0] is not strategy or self._last[1] != workers:
-            layout = strategy.layout(workers)
-            said = (layout, strategy.sync_for(layout.replicas), str(strategy))
-            self._last = (strategy, workers, said)
-        return self._last[2]
 
     def _model_flops(self, settings: PlanSettings) -> float:
         key = (settings.batch, settings.flash_attention)
@@ -140,12 +132,24 @@ class Predictor:
                 self._held[key] = TensorSizes(found.shapes, found.units, width, found.untrained)
         return self._held[key]
 
-    def predict(self, strategy: Strategy, workers: int, settings: PlanSettings) -> Prediction:
-        layout, term, text = self._read(strategy, workers)
+    def predict(
+        self,
+        strategy: Strategy,
+        workers: int,
+        settings: PlanSettings,
+        layout: Layout | None = None,
+    ) -> Prediction:
+        """`layout` is that of the strategy, where it is known."""
+        layout, text = layout or strategy.layout(workers), str(strategy)
+        term = strategy.sync_for(layout.replicas)
         resolved = _resolve(self.workload, strategy, (layout, term), settings)
         pricer = self.pricer(workers)
-        replica = pricer.price(*resolved)
-        sync = price_of(term, self.question(pricer, resolved, replica, settings))
+        key = (resolved, settings.overlap, settings.zero3_of)
+        if key not in self._asked:  # all ways to agree ask the same
+            replica = pricer.price(*resolved)
+            self._asked[key] = (replica, self.question(pricer, resolved, replica, settings))
+        replica, question = self._asked[key]
+        sync = price_of(term, question)
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)
@@ -164,8 +168,7 @@ class Predictor:
             low_s=low * (step_s - sync.spread_s[0]),
             high_s=high * (step_s + sync.spread_s[1]),
             parts=parts,
-            memory=replace(
-                sync.memory,
+            memory=sync.memory._replace(
                 activations=sync.memory.activations + replica.activation_bytes,
                 buffers=sync.memory.buffers + replica.stages.recompute_bytes,
             ),

@@ -14,8 +14,7 @@ class Part(NamedTuple):
     bound: str  # "compute", "memory", "launch", or the link: "spine uplink 1:4 (25 GB/s)"
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
+class DeviceMemory(NamedTuple):
     """Bytes on the fullest device, by kind."""
 
     parameters: float = 0.0
@@ -60,4 +59,4 @@ class Prediction:
         return max(self.parts, key=lambda part: part.seconds)
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"fits": self.fits}
+        return asdict(self) | {"memory": self.memory._asdict(), "fits": self.fits}

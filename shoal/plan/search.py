@@ -184,6 +184,7 @@ class _Search:
         self.workload = workload
         self.cluster = cluster
         self.workers = workers
+        self.on_one_host = workers <= cluster.node.devices
         self.options = options
         self.predictor = Predictor(workload, cluster)
         self.layers = sum(run.count for run in workload.runs)
@@ -198,7 +199,7 @@ class _Search:
             on_priced(done, len(bounded))
             if bound_s > found.limit_s:
                 break
-            for sync in syncs(shape.layout, self.cluster, self.workers, equals_single):
+            for sync in syncs(shape.layout, self.on_one_host, equals_single):
                 self._try(found, shape, sync)
         on_priced(len(bounded), len(bounded))
         return found
@@ -207,7 +208,7 @@ class _Search:
         """Every shape with the time that none of its variants is below, in its order."""
         bounded = []
         for number, shape in enumerate(self._shapes()):
-            ways = syncs(shape.layout, self.cluster, self.workers, equals_single)
+            ways = syncs(shape.layout, self.on_one_host, equals_single)
             self.variants += len(ways) * len(list(pipelines(shape, self.layers))) * len(_LADDER)
             if ways and (first := self._price(shape, ways[0], ("1f1b", 1), "none")) is not None:
                 parts = first.prediction.parts
@@ -270,7 +271,7 @@ class _Search:
         self.priced += 1
         try:
             prediction = self.predictor.predict(
-                tried.strategy, workers or self.workers, tried.settings
+                tried.strategy, workers or self.workers, tried.settings, shape.layout
             )
         except BadInput as error:
             self.first_refusal = self.first_refusal or str(error)
@@ -287,7 +288,7 @@ class _Search:
                 continue
             shape = min(reversed(tried), key=lambda shape: shape.microbatch)
             recompute = tuple(self._ladder(shape))[-1]
-            for sync in syncs(layout, self.cluster, workers, True):
+            for sync in syncs(layout, workers <= self.cluster.node.devices, True):
                 if layout.replicas == 1 or (sync is not None and sync.shards_state):
                     found.append(self._price(shape, sync, ("1f1b", 1), recompute, workers))
         priced = [one for one in found if one is not None]

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.errors import StrategyError
 from shoal.runtime.decoders import parse_expression
@@ -32,8 +32,7 @@ _ROLES = ("sync", "tp", "pp", "ep", "cp")
 _SINGLE = Single()
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How many replicas there are, and over how many workers each one is split."""
 
     replicas: int

@@ -58,11 +58,11 @@ def test_the_nearest_number_of_workers_decides_the_device() -> None:
 
 def test_on_a_cpu_launches_add_to_kernels() -> None:
     kernel = Kernel("product", 1e6, 0.0, 100, 100, 50)
-    assert KernelModel(CORE, "fp32").time([kernel]).seconds == pytest.approx(1e-4 + 5e-6)
+    assert KernelModel(CORE, "fp32").time((kernel,)).seconds == pytest.approx(1e-4 + 5e-6)
     gpu = replace(CORE, synchronous=False)
-    assert KernelModel(gpu, "fp32").time([kernel]).seconds == pytest.approx(1e-4)
+    assert KernelModel(gpu, "fp32").time((kernel,)).seconds == pytest.approx(1e-4)
     slower = replace(CORE, backward_launch_s=2e-5)
-    backward = KernelModel(slower, "fp32").time([kernel], backward=True)
+    backward = KernelModel(slower, "fp32").time((kernel,), backward=True)
     assert backward.launch_s == pytest.approx(2e-5)
 
 

@@ -45,7 +45,7 @@ def fastest_of_all(memory_gb: float, workers: int) -> float:
     predictor = Predictor(MODEL, cluster(memory_gb))
     times = []
     for layout in layouts(MODEL, workers, BATCH.batch):
-        ways = syncs(layout, cluster(memory_gb), workers, True)
+        ways = syncs(layout, workers <= cluster(memory_gb).node.devices, True)
         for shape, sync in itertools.product(shapes(layout, MODEL, BATCH), ways):
             for pipeline, recompute in itertools.product(pipelines(shape, 6), get_args(Recompute)):
                 tried = candidate(shape, sync, pipeline, recompute, BATCH)
@@ -69,7 +69,7 @@ def test_of_equally_fast_strategies_the_plainest_is_the_first() -> None:
     priced = [
         replace(
             one,
-            candidate=replace(one.candidate, strategy=parse(text)),
+            candidate=one.candidate._replace(strategy=parse(text)),
             prediction=replace(one.prediction, step_s=seconds),
         )
         for text, seconds in times_s.items()

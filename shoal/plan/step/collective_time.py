@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,6 +132,7 @@ class Network:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
+        self.shared: dict[tuple[Any, ...], Any] = {}  # of questions that have much in common
         self._known: dict[tuple[str, RankGroup, float], CollectiveTime] = {}
 
     def collective(self, kind: str, group: RankGroup, num_bytes: float) -> CollectiveTime:

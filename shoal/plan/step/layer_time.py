@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.cluster.hardware import Device
@@ -45,6 +45,7 @@ class KernelModel:
         self._peak = device.flops_of(dtype)
         self._known: dict[tuple[float, float, float, float, bool], tuple[float, float]] = {}
         self._named: dict[str, tuple[float, float]] = {}  # factor and peak of a kernel
+        self._timed: dict[tuple[object, ...], KernelTime] = {}
 
     def busy(self, kernel: Kernel, backward: bool = False) -> tuple[float, float]:
         """Seconds of one kernel on the device: (bound by compute, bound by memory)."""
@@ -69,12 +70,15 @@ class KernelModel:
 
     def time(
         self,
-        kernels: Iterable[Kernel],
+        kernels: tuple[Kernel, ...],
         backward: bool = False,
         sending_s: float = 0.0,
         messages: int = 0,
     ) -> KernelTime:
         """Kernels, beside messages that the host launches, too, and the device waits for."""
+        key = (kernels, backward, sending_s, messages)
+        if key in self._timed:
+            return self._timed[key]
         compute_s = memory_s = 0.0
         count = messages
         for kernel, number in Counter(kernels).items():  # rounds of a ring repeat theirs
@@ -90,7 +94,8 @@ class KernelModel:
         launches_s = count * launch_s
         if not device.synchronous:
             launches_s = max(0.0, launches_s - (compute_s + memory_s + sending_s))
-        return KernelTime(pace * compute_s, pace * memory_s, pace * launches_s)
+        took = self._timed[key] = KernelTime(pace * compute_s, pace * memory_s, pace * launches_s)
+        return took
 
     def busy_s(self, kernels: Iterable[Kernel], backward: bool = False) -> float:
         """Seconds of kernels on the device, without launches."""
@@ -152,7 +157,7 @@ class LayerClock:
             times = tuple(self._time(cost, split, groups) for cost in costs)
             recompute_bytes = 0.0
             if split.recompute != "none":
-                whole = replace(split, recompute="none")
+                whole = split._replace(recompute="none")
                 recompute_bytes = max(
                     self.workload.cost(run, whole).activation_bytes - cost.activation_bytes
                     for run, cost in enumerate(costs)

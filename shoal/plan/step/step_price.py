@@ -71,19 +71,21 @@ def deal_evenly(counts: Sequence[int], stages: int) -> list[Stage]:
 
 def by_device(virtual: Sequence[Stage], devices: int) -> list[Stage]:
     """The layers of each device's virtual stages together."""
+    if len(virtual) == devices:
+        return list(virtual)
     return [
         tuple(map(sum, zip(*virtual[device::devices], strict=True))) for device in range(devices)
     ]
 
 
 def weight_of(stage: Stage, weights: Sequence[float]) -> float:
-    return sum(number * weight for number, weight in zip(stage, weights, strict=True) if number)
+    return sum([number * weight for number, weight in zip(stage, weights, strict=True) if number])
 
 
 def weights_of(stages: Sequence[Stage], weights: Sequence[float]) -> list[float]:
     """Of every stage; most stages have the same layers."""
     known = {stage: weight_of(stage, weights) for stage in set(stages)}
-    return [known[stage] for stage in stages]
+    return list(map(known.__getitem__, stages))
 
 
 @lru_cache(maxsize=10_000)
@@ -227,18 +229,18 @@ class ReplicaPricer:
         self._clock = LayerClock(workload, self.network)
         self._groups: dict[Layout, tuple[AxisGroups, RankGroup]] = {}
         self._virtual: dict[tuple[tuple[float, ...], int], list[Stage]] = {}
-        self._dealt: dict[
-            tuple[Split, AxisGroups, RankGroup, int, str, bool, bool], StagePrice
-        ] = {}
+        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str, bool], StagePrice] = {}
 
     def price(
         self, layout: Layout, split: Split, microbatches: int, pipeline: PipelineShape
     ) -> ReplicaPrice:
         inside, pp = self._groups_of(layout)
-        key = (split, inside, pp, *pipeline[1:])
+        key = (split, inside, pp, *pipeline[1:4])
         if key not in self._dealt:
             table = self._clock.table(split, inside)
             self._dealt[key] = self._deal(table, inside, pp, pipeline)
+        if self.cluster.device.synchronous:  # no product of a CPU adds
+            pipeline = pipeline._replace(adds=True)
         return _assemble(self._dealt[key], pp.size, microbatches, pipeline)
 
     def dealt(
@@ -260,12 +262,12 @@ class ReplicaPricer:
     ) -> StagePrice:
         stages = self._stages(table, pp.size, pipeline)
         seconds = weights_of(stages, table.seconds)
-        slowest = max(range(len(stages)), key=seconds.__getitem__)
+        slowest = seconds.index(max(seconds))
         weights_s = weights_of(stages, [time.weight_s for time in table.times])
         last_shares = pp.size > 1 and weight_of(stages[-1], table.shared_parameters)
         held = weights_of(stages, table.parameters)
         held[-1] += last_shares
-        fullest = max(range(len(stages)), key=held.__getitem__)
+        fullest = held.index(max(held))
         tied = CollectiveTime(0.0, "")
         if last_shares:
             inside = pp.stride * pp.size <= self.cluster.node.devices
@@ -275,7 +277,7 @@ class ReplicaPricer:
         return StagePrice(
             slowest_s=seconds[slowest],
             others=StageTimes(
-                others_s=sum(seconds) - weight_of(stages[slowest], table.seconds),
+                others_s=sum(seconds) - seconds[slowest],
                 others_weight_s=sum(weights_s) - weights_s[slowest],
                 forward_s=weight_of(stages[slowest], [t.forward.seconds for t in table.times]),
                 weight_s=weights_s[slowest],
@@ -296,18 +298,16 @@ class ReplicaPricer:
             tied=tied,
             token_sums=tuple(self._token_sums(table, groups, stages[fullest])),
             meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
-            adding_s=self._adding_s(table, stages[slowest], pipeline.adds),
+            adding_s=self._adding_s(table, stages[slowest]),
         )
 
-    def _adding_s(self, table: LayerTable, stage: Stage, adds: bool) -> float:
+    def _adding_s(self, table: LayerTable, stage: Stage) -> float:
         """Two passes that read and one that writes, unless the product of a GPU adds.
 
         Backward of a profile adds, too, and its pace has that in proportion to kernels: what is
         missing is that of kernels which are shorter with fewer rows, those bound by compute.
         """
         device, precision = self.cluster.device, self.workload.precision
-        if not adds and not device.synchronous:
-            return 0.0
         backward = [time.backward for time in table.times]
         compute_s = weight_of(stage, [spent.compute_s for spent in backward])
         all_s = weight_of(stage, [spent.seconds for spent in backward])
@@ -366,7 +366,8 @@ def _assemble(
         )
         parts += [part for part in waits if part.seconds]
         busy_s += sum(part.seconds for part in waits)
-    added = Part("accumulate", (microbatches - 1) * stages.adding_s, "memory")
+    adding_s = stages.adding_s if pipeline.adds else 0.0
+    added = Part("accumulate", (microbatches - 1) * adding_s, "memory")
     more = (*stages.token_sums, *((added,) if added.seconds else ()))
     parts += more
     busy_s += sum(part.seconds for part in more)
@@ -385,13 +386,11 @@ def _adjacent(table: LayerTable, stage: Sequence[int]) -> float:
     return max(map(sum, itertools.pairwise([0.0, *layers, 0.0])))
 
 
-def _busy_parts(table: LayerTable, stage: Sequence[int]) -> list[Part]:
+def _busy_parts(table: LayerTable, stage: Stage) -> list[Part]:
     parts = []
     for name in ("forward", "backward", "recompute"):
         spent: list[KernelTime] = [getattr(time, name) for time in table.times]
-        by_bound = KernelTime(
-            *(sum(n * s[i] for n, s in zip(stage, spent, strict=True)) for i in range(3))
-        )
+        by_bound = KernelTime(*(weight_of(stage, kind) for kind in zip(*spent, strict=True)))
         if by_bound.seconds:
             parts.append(Part(name, by_bound.seconds, by_bound.bound))
     for index, axis in enumerate(MESSAGE_AXES):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import UPDATE_KERNELS, Device
@@ -19,8 +19,19 @@ from shoal.plan.workloads import Precision
 
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
 NO_PART = Part("", 0.0, "")
+Made = TypeVar("Made")
 Timer = Callable[[float], CollectiveTime]  # of so many bytes
 Zero3 = Literal["shoal", "fsdp", "deepspeed"]  # whose zero(3): how it gathers
+
+
+class BucketTimes(NamedTuple):
+    """Buckets that are reduced one after the other."""
+
+    all_s: float
+    last: CollectiveTime
+    first_elements: float
+    elements: float
+    bound: str
 
 
 @dataclass(frozen=True)
@@ -234,13 +245,19 @@ class SyncQuestion:
         adds_up = self.accumulates or self.is_stage
         return self.width * self.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
 
-    def exposed_buckets(
-        self, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
-    ) -> tuple[float, str]:
-        """Seconds that are left of the last micro-batch's reduction, and what bounds it.
+    def once(self, make: Callable[..., Made], *asked: Any) -> Made:
+        """What is the same however long a replica computes, and in how many micro-batches."""
+        more = (self.parameters, self.accumulates, self.is_stage, self.zero3_of)
+        key = (make, self.group, self.sizes, *more, *asked)
+        known = self.network.shared
+        if key not in known:
+            known[key] = make(self, *asked)
+        return cast(Made, known[key])
 
-        `following` times what a bucket adds to one that is under way.
-        """
+    def bucket_times(
+        self, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
+    ) -> BucketTimes:
+        """`following` times what a bucket adds to one that is under way."""
         sizes = [bucket.elements * self.width for bucket in buckets]
         met_s = self.meetings_s(1)
         times = [timer(size) for size in sizes]
@@ -252,12 +269,21 @@ class SyncQuestion:
         all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
         all_s += times[-1].seconds - adds[-1].seconds
         elements = sum(bucket.number * bucket.elements for bucket in buckets)
-        hidden = self.hidden_s
-        first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
+        bound = _bound(buckets, adds)
+        return BucketTimes(all_s, times[-1], buckets[0].elements, elements, bound)
+
+    def exposed_buckets(self, times: BucketTimes, gathering_s: float = 0.0) -> tuple[float, str]:
+        """Seconds that are left of the last micro-batch's reduction, and what bounds it.
+
+        So much of backward hides the gathering of weights instead.
+        """
+        all_s, last, first, elements, bound = times
+        hidden = max(0.0, self.backward_s - gathering_s) * self.idle_share
+        first_ready_s = hidden * first / max(1.0, elements)
         queue_s = first_ready_s + all_s - hidden
-        if queue_s <= times[-1].seconds:
-            return self.beside_s(all_s, min(times[-1].seconds, all_s)), times[-1].bound
-        return self.beside_s(all_s, min(queue_s, all_s)), _bound(buckets, adds)
+        if queue_s <= last.seconds:
+            return self.beside_s(all_s, min(last.seconds, all_s)), last.bound
+        return self.beside_s(all_s, min(queue_s, all_s)), bound
 
     def beside_s(self, all_s: float, left_s: float) -> float:
         """What kernels do not hide of a communication, and what the rest makes them longer."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, hops
-from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, some
+from shoal.plan.sync_price import NO_PART, Agreeing, BucketTimes, SyncPrice, SyncQuestion, some
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
@@ -29,7 +29,7 @@ def single(term: Any, question: SyncQuestion) -> SyncPrice:
 
 
 def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
-    memory = _ddp_memory(term, question)
+    memory = question.once(_ddp_memory, term)
     if question.replicas == 1:
         return question.waiting_price(memory)
     gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
@@ -47,11 +47,17 @@ def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
 
 
 def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
-    # without an idle core calls follow backward, one after the other
-    exposed = question.exposed_buckets if question.idle_share else question.buckets_in_turn
-    timer = partial(_all_reduce, question, term.collective_algorithm)
-    seconds, bound = exposed(_buckets(term, question), timer)
+    if question.idle_share:
+        seconds, bound = question.exposed_buckets(question.once(_bucket_times, term))
+    else:  # without an idle core calls follow backward, one after the other
+        timer = partial(_all_reduce, question, term.collective_algorithm)
+        seconds, bound = question.buckets_in_turn(_buckets(term, question), timer)
     return Part("gradients", seconds, bound), _ring_bytes(question, question.buffer_bytes)
+
+
+def _bucket_times(question: SyncQuestion, term: Any) -> BucketTimes:
+    timer = partial(_all_reduce, question, term.collective_algorithm)
+    return question.bucket_times(_buckets(term, question), timer)
 
 
 def _ring_bytes(question: SyncQuestion, num_bytes: float) -> float:
@@ -81,16 +87,15 @@ def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     return Part("gradients", seconds, took.bound), took.sent_bytes + header
 
 
-def _ddp_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
+def _ddp_memory(question: SyncQuestion, term: Any) -> DeviceMemory:
     bucket_bytes = term.bucket_mb * (1 << 20)
     first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
     plain = question.plain_memory()
     if term.compress is None:
         held = question.bucketed_gradients(bucket_bytes, first_bytes, LARGE_BYTES)
-        return replace(plain, gradients=held)
+        return plain._replace(gradients=held)
     extra = compressed_memory(question, term.compress, _buckets(term, question))
-    return replace(
-        plain,
+    return plain._replace(
         gradients=question.bucketed_gradients(bucket_bytes, first_bytes),
         buffers=8 * question.gaps + extra,
     )
@@ -101,13 +106,14 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         return SyncPrice((question.update_part(),), question.plain_memory())
     timer = partial(question.collective, "broadcast")
-    seconds, bound = question.exposed_buckets(question.sizes.filled(DEFAULT_BUCKET_BYTES), timer)
+    buckets = question.sizes.filled(DEFAULT_BUCKET_BYTES)
+    seconds, bound = question.exposed_buckets(question.bucket_times(buckets, timer))
     out = timer(question.parameter_bytes)
     is_full = term.batch == "full"
     accumulated = replace(question, microbatches=2) if is_full else question
     gradients = accumulated.bucketed_gradients(DEFAULT_BUCKET_BYTES)
     return question.waiting_price(
-        replace(question.plain_memory(), gradients=gradients),
+        question.plain_memory()._replace(gradients=gradients),
         Part("gradients", seconds, bound),
         Part("weights", out.seconds, out.bound),
         convergence="one update for the whole dataset" if is_full else "",
@@ -161,7 +167,7 @@ def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
         copies += question.rollback_bytes()
     plain = question.plain_memory()
     if term.compress is None:
-        return replace(plain, buffers=copies)
+        return plain._replace(buffers=copies)
     body = question.body
     packed = compressed_memory(question, term.compress, [Buckets(1, body, body)])
-    return replace(plain, buffers=copies + packed + buffer_bytes)
+    return plain._replace(buffers=copies + packed + buffer_bytes)

@@ -14,7 +14,6 @@ weights, and every forward and backward reads what others have just written.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -163,14 +162,14 @@ def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        return replace(plain, buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
+        return plain._replace(buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
     copies = mixing.buffer_bytes(None, question.sizes.size, question.precision.parameter_bytes)
     if _returns(term):
-        return replace(plain, buffers=copies + question.rollback_bytes())
+        return plain._replace(buffers=copies + question.rollback_bytes())
     if not mixing.is_uniform:
-        return replace(plain, buffers=copies)
+        return plain._replace(buffers=copies)
     whole = 2 * question.buffer_bytes  # one bucket
-    return replace(plain, buffers=copies, gradients=question.bucketed_gradients(whole))
+    return plain._replace(buffers=copies, gradients=question.bucketed_gradients(whole))
 
 
 _READS = 2  # of the shared weights in a step: forward and backward

@@ -11,7 +11,6 @@ Pushes go out while backward runs, in buckets of 4 MiB; a compressed slice when 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
@@ -57,8 +56,7 @@ def _memory(serving: Serving) -> DeviceMemory:
     inbox = 0.0 if serving.shares_weights else question.buffer_bytes
     is_inside = term.placement != "servers"
     server = _server_bytes(serving, (is_inside or question.on_one_host) and serving.shares_weights)
-    return replace(
-        plain,
+    return plain._replace(
         gradients=question.bucketed_gradients(PUSH_BUCKET_BYTES),
         optimizer=0.0 if term.update == "server" else plain.optimizer,
         buffers=out + inbox + _residuals(term, question) + (server if is_inside else 0.0),

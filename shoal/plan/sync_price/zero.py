@@ -16,14 +16,13 @@ reduced gradients, all meet in a barrier, and each updates all shards that it ho
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shoal.cluster.units import show_rate
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, on_nodes
-from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, Timer
+from shoal.plan.sync_price import NO_PART, Agreeing, BucketTimes, SyncPrice, SyncQuestion, Timer
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     LARGE_BYTES,
@@ -39,18 +38,15 @@ _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
-    by_rank = [_memory(term, question, rank) for rank in ranks]
-    memory = max(by_rank, key=lambda one: one.total)
+    memory, held = question.once(_fullest, term, ranks)
     if question.replicas == 1:
         return question.waiting_price(memory)
-    held = max(_owned(term, question, rank) for rank in ranks)
-    hides_s = question.backward_s
+    gathering_s = 0.0
     if term.stage == 3:  # weights are gathered in backward, too; what hides that hides no reduction
-        took = _layers_gathered(question)[0].seconds
-        hides_s = max(0.0, hides_s - _IN_BACKWARD[question.zero3_of] * took)
+        gathering_s = _IN_BACKWARD[question.zero3_of] * _layers_gathered(question)[0].seconds
     return question.waiting_price(
         memory,
-        _reduced(term.stage, replace(question, backward_s=hides_s)),
+        _reduced(term.stage, question, gathering_s),
         _copied(term, question, len(ranks)) if term.elastic else NO_PART,
         _gathered(question) if term.stage == 3 else _spread(question),
         share=held / max(1.0, question.sizes.trained),
@@ -80,21 +76,20 @@ def _copied(term: Any, question: SyncQuestion, ranks: int) -> Part:
     return Part("copies", seconds, took.bound)
 
 
-def _reduced(stage: int, question: SyncQuestion) -> Part:
+def _reduced(stage: int, question: SyncQuestion, gathering_s: float) -> Part:
     """Owners take turns, so that all buckets together cost what a reduce-scatter does.
 
     On GPUs the next bucket follows behind. CPUs wait for every bucket; without an idle core calls
     do not run beside backward, which stops for them where a bucket needs the memory of another.
     """
-    timer: Timer = partial(question.collective, "reduce")
-    send: Timer = question.send
-    if stage == 3:
-        timer, send = (partial(_by_one_nic, question, one) for one in (timer, send))
-    buckets = question.sizes.zero_buckets(question.replicas)
     if question.idle_share:
-        following = None if question.on_cores else send
-        seconds, bound = question.exposed_buckets(buckets, timer, following)
+        times = question.once(_bucket_times, stage == 3)
+        seconds, bound = question.exposed_buckets(times, gathering_s)
     else:
+        timer: Timer = partial(question.collective, "reduce")
+        if stage == 3:
+            timer = partial(_by_one_nic, question, timer)
+        buckets = question.sizes.zero_buckets(question.replicas)
         seconds, bound = question.buckets_in_turn(buckets, timer)
         if stage > 1:  # zero(1) keeps all gradients until backward has ended
             sizes = [bucket.elements for bucket in buckets for _ in range(bucket.number)]
@@ -108,6 +103,15 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     if tensors := question.sizes.tensors:  # the loss, and a flag for each, in a call of their own
         seconds += question.collective("all_reduce", (1 + tensors) * question.width).seconds
     return Part("gradients", passes * seconds, bound)
+
+
+def _bucket_times(question: SyncQuestion, by_one_nic: bool) -> BucketTimes:
+    timer: Timer = partial(question.collective, "reduce")
+    send: Timer = question.send
+    if by_one_nic:
+        timer, send = (partial(_by_one_nic, question, one) for one in (timer, send))
+    buckets = question.sizes.zero_buckets(question.replicas)
+    return question.bucket_times(buckets, timer, None if question.on_cores else send)
 
 
 def _spread(question: SyncQuestion) -> Part:
@@ -174,14 +178,19 @@ def _sent(term: Any, question: SyncQuestion) -> float:
     return (p - 1) / p * (passes * body + weights + head) + copies / p * body
 
 
+def _fullest(question: SyncQuestion, term: Any, ranks: range) -> tuple[DeviceMemory, float]:
+    """The most memory, and the most numbers to update, of these ranks."""
+    memory = max((_memory(term, question, rank) for rank in ranks), key=lambda one: one.total)
+    return memory, max(_owned(term, question, rank) for rank in ranks)
+
+
 def _memory(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     sizes = question.sizes
     n = question.replicas
     held = _held(term, question, rank)
     shards = (rank, n, term.shard_copies)
     gradients = sizes.zero_gradients(term.stage, shards, question.accumulates, question.is_stage)
-    memory = replace(
-        question.plain_memory(),
+    memory = question.plain_memory()._replace(
         gradients=gradients * question.width,
         optimizer=_owned(term, question, rank) * question.state_width,
     )
@@ -190,4 +199,4 @@ def _memory(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     width = question.precision.parameter_bytes
     shard_sizes = sizes.shard_sizes(n)
     parameters = sum(shard_sizes[shard] for shard in held) * width + question.untrained_bytes
-    return replace(memory, parameters=parameters, buffers=sizes.zero_gathered(n, held) * width)
+    return memory._replace(parameters=parameters, buffers=sizes.zero_gathered(n, held) * width)

@@ -29,8 +29,7 @@ class LayerMessage(NamedTuple):
     beside: tuple[Kernel, ...] = ()  # rounds of a ring travel while these compute on its blocks
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """How a micro-batch and a layer are divided."""
 
     microbatch: int = 1  # samples

@@ -13,7 +13,7 @@ Transformer Models" (2022): the input of every product, norm and activation, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from shoal.errors import BadInput
@@ -149,6 +149,11 @@ def in_rounds(split: Split, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
 @lru_cache(maxsize=100_000)
 def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     """`width`: bytes of a number."""
+    if split.recompute != "none":
+        whole = block_cost(sizes, width, split._replace(recompute="none"))
+        attention = () if is_blockwise(split) else attention_kernels(sizes, split, width)
+        again = whole.forward if split.recompute == "full" else attention
+        return replace(whole, recompute=again, activation_bytes=_kept(sizes, split, width))
     tokens = split.microbatch * sizes.sequence / split.cp
     rows = tokens * (1 / split.tp if split.sequence_parallel else 1)  # of norms and dropouts
     hidden_bytes = width * rows * sizes.hidden
@@ -178,13 +183,10 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     experts: tuple[LayerMessage, ...] = ()
     if split.ep > 1 and sizes.experts > 1:
         experts = (LayerMessage("all_to_all", "ep", sent * sizes.top_k),) * 2
-    selective = () if is_blockwise(split) else attention
-    again = {"none": (), "selective": selective, "full": forward}[split.recompute]
     return LayerCost(
         forward=forward,
         backward_input=(*(one for one, _ in backward), *core, *sums, *backward_moves, *moved),
         backward_weight=tuple(other for _, other in backward),
-        recompute=again,
         forward_messages=(*message, *ring_there, *experts),
         backward_messages=(*message, *ring_back, *gathered_again, *experts),
         parameters=_block_parameters(sizes, split),

@@ -53,11 +53,11 @@ CATALOG: dict[str, PipelineSchedule] = {
 
 def schedule(name: str) -> PipelineSchedule:
     """The schedule of this name; FILE.py:FUNCTION loads the user's own."""
+    if name in CATALOG:
+        return CATALOG[name]
     if is_user_function(name):
         return _of_user(name)
-    if name not in CATALOG:
-        raise BadInput(f"there is no pipeline schedule {name!r}; {nearest(name, CATALOG)}")
-    return CATALOG[name]
+    raise BadInput(f"there is no pipeline schedule {name!r}; {nearest(name, CATALOG)}")
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Pipeline:
