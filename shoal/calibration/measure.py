@@ -7,7 +7,6 @@ another version of torch or another number of cores.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import Write
 from shoal.runtime.config import RunConfig
-from shoal.runtime.files import write_atomically
+from shoal.runtime.files import document_of, write_atomically
 from shoal.runtime.memory_limit import cores
 
 MODULE = "shoal.calibration.worker"
@@ -101,8 +100,8 @@ def found_by(run: Callable[[Write], object]) -> Any:
     run(lambda text, is_stderr: lines.extend(text.splitlines()))
     for line in lines:
         _, mark, text = line.partition(RESULT)
-        if mark:
-            return json.loads(text)
+        if mark and (found := document_of(text)) is not None:
+            return found
     raise ShoalError("the workers have measured nothing")
 
 

@@ -22,6 +22,7 @@ from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig, variable_name
+from shoal.runtime.decoders import decode_json
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import code_of, fresh_nonce
@@ -206,7 +207,8 @@ def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) 
         config.hosts_per_rack or 0,
         list(config.host_order),
     ]
-    said = [json.loads(text) for text in exchange(json.dumps(own).encode())]
+    words_of = tuple[str, str, int, list[str]]
+    said = [decode_json(text, words_of) for text in exchange(json.dumps(own).encode())]
     for at, name in ((2, "hosts_per_rack"), (3, "host_order")):
         if any(words[at] != own[at] for words in said):
             raise BadInput(f"{variable_name(name)} differs between ranks: give all the same")

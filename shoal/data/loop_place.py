@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType, FrameType
@@ -49,20 +50,32 @@ def calling_frame() -> FrameType | None:
     return frame
 
 
+def _frames(outermost: CodeType | None) -> Iterator[FrameType]:
+    """From Shoal's caller out to the function `outermost`."""
+    frame = calling_frame()
+    while frame is not None and not _is_ours(frame):
+        yield frame
+        frame = None if frame.f_code is outermost else frame.f_back
+
+
+def lines_of_caller(outermost: CodeType | None) -> list[int]:
+    """Of the calls that have led here, each in its function: a later call has larger ones."""
+    lines = [frame.f_lineno - frame.f_code.co_firstlineno for frame in _frames(outermost)]
+    return lines[::-1]
+
+
 def place_of_caller(outermost: CodeType | None) -> Place:
     """The place of the call that has led here, in Shoal's caller or in the function `outermost`."""
-    frame, inner = calling_frame(), None
     callee = "batches"
     site, counters = list[str](), list[int | None]()
-    while frame is not None and not _is_ours(frame) and (inner is None or inner is not outermost):
-        inner = frame.f_code
+    for frame in _frames(outermost):
+        code = frame.f_code
         if _package(frame) not in sys.stdlib_module_names:  # whose loops are not of the script
-            linecache.lazycache(inner.co_filename, frame.f_globals)
-            number, variables = _call(inner, frame.f_lineno, callee)
-            site.insert(0, f"{inner.co_name} {number}")
+            linecache.lazycache(code.co_filename, frame.f_globals)
+            number, variables = _call(code, frame.f_lineno, callee)
+            site.insert(0, f"{code.co_name} {number}")
             counters[:0] = [_value(frame, name) for name in variables]
-        callee = inner.co_name
-        frame = frame.f_back
+        callee = code.co_name
     return Place("/".join(site), tuple(counters))
 
 

@@ -12,7 +12,7 @@ begins; until then it may go on, with more epochs or steps than before.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any
@@ -72,10 +72,11 @@ class Positions:
     turn: int | None = None
     is_asked: bool = False
     note: str = ""  # about the first loop, for the user
-    _is_first_epoch: bool = False  # the one that was saved, and has ended as far as is known
+    _saved_at: list[int] = field(default_factory=list)  # lines of the calls that saved
+    _may_lack: list[int] = field(default_factory=list)  # in epoch 0, the loops behind these lines
     _latest: dict[str, tuple[Any, LoopPosition]] = field(default_factory=dict)  # data, of each site
 
-    def add(self, place: Place, data: Any) -> LoopPosition:
+    def add(self, place: Place, data: Any, lines: Sequence[int] = ()) -> LoopPosition:
         """The position of the script's next loop."""
         if self._known and not self.loops:
             self.loops = self._known[: self._first(place)]
@@ -86,10 +87,11 @@ class Positions:
         is_known = len(self.loops) < len(self._known)
         loop = self._known[len(self.loops)] if is_known else LoopPosition()
         before, latest = self._latest.get(place.site, (_UNKNOWN, None))
-        if self._is_first_epoch and latest is None and place.counters[:1] == (1,) and not is_known:
+        is_new = latest is None and place.counters[:1] == (1,) and not is_known
+        if is_new and self._may_lack and list(lines) > self._may_lack:
             raise BadInput(
-                "the checkpoint was saved in epoch 0 of job.epochs before or without this loop "
-                "over job.batches, which may be lost: save at the end of an epoch, or inside a loop"
+                "the checkpoint was saved in epoch 0 of job.epochs before this loop over "
+                "job.batches, which may be lost: save at the end of an epoch, or inside a loop"
             )
         is_same = before is data or (before is _UNKNOWN and not isinstance(data, Iterator))
         if latest is not None and is_same and not is_known:
@@ -130,7 +132,7 @@ class Positions:
         latest = {place.site: place.counters[0] for place in places}.values()
         is_left = all(loop.is_left or loop.is_over for loop in self._known)
         is_left &= not self.turn or not {self.turn, self.turn - 1} <= set(latest)
-        self._is_first_epoch = self.turn == 0 and is_left
+        self._may_lack = self._saved_at if self.turn == 0 and is_left else []
         begun = len(self._known) if self.turn is None else self.turn + 1
         return range(begun if is_left else begun - 1, number)
 
@@ -146,7 +148,7 @@ class Positions:
         self.epochs += 1
         return loop.epoch
 
-    def document(self) -> dict[str, Any]:
+    def document(self, lines: Sequence[int] = ()) -> dict[str, Any]:
         """Equal neighbors that are over are counted: [how many, batches of each]."""
         loops = [*self.loops, *self._known[len(self.loops) :]]
         rows = [
@@ -167,6 +169,7 @@ class Positions:
                 if loop.place and (not loop.is_over or id(loop) in ends)
             },
             "turn": self.turn,
+            "lines": list(lines),
         }
 
 
@@ -183,6 +186,7 @@ class _Document(msgspec.Struct, frozen=True):
     data: dict[str, Any] = {}
     places: dict[str, tuple[str, list[int | None], list[tuple[Count, Count]]]] = {}
     turn: Count | None = None
+    lines: list[int] = []
 
 
 def positions_of(document: Any) -> Positions:
@@ -206,4 +210,4 @@ def positions_of(document: Any) -> Positions:
             loop.place = Place(place[0], tuple(place[1]))
             loop.past = [batches for n, batches in place[2] for _ in range(n)]
         known.append(loop)
-    return Positions(saved.epochs, _known=known, turn=saved.turn)
+    return Positions(saved.epochs, _known=known, turn=saved.turn, _saved_at=saved.lines)

@@ -11,7 +11,7 @@ import torch
 from shoal.comm.group import Group
 from shoal.data import AnyBatch
 from shoal.data.batch_checks import SameBatches, check_data
-from shoal.data.loop_place import place_of_caller
+from shoal.data.loop_place import lines_of_caller, place_of_caller
 from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.sources import Feed, Recall, Source, source_of
@@ -62,13 +62,18 @@ class BatchStream:
         check_data(data, options, self.replicas, self.kind is Batches.WHOLE_DATASET)
         self.batch_size = options.batch_size or self.batch_size
         feed = Feed(split, self.seed, self.kind, self._skipped, self.same)
-        loop = self.positions.add(place_of_caller(self.trains_in), data)
+        lines = lines_of_caller(self.trains_in)
+        loop = self.positions.add(place_of_caller(self.trains_in), data, lines)
         if options.batch_size is None and all(
             callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")
         ):
             loop.data = data
         source = source_of(data, options, feed, loop)
         return self._loop(source, options.epochs, self._last_step(data, options))
+
+    def position(self) -> dict[str, Any]:
+        """For a checkpoint that the script saves."""
+        return self.positions.document(lines_of_caller(self.trains_in))
 
     def restore(self, delivered: int, positions: Positions | None) -> None:
         """Go on after `delivered` batches; an old checkpoint knows no positions."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import BadInput
 
@@ -122,6 +124,15 @@ def read_bounded(file: Path, most_bytes: int) -> bytes:
     if len(data) > most_bytes:
         raise BadInput(f"{file} has more than {most_bytes >> 10} KiB: that is another kind of file")
     return data
+
+
+def document_of(data: bytes | str) -> dict[str, Any] | None:
+    """A JSON object from outside; None where it is none, or is nested too deep."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def temporary_folder() -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.runtime.files import write_atomically
+from shoal.runtime.run_dir import read
 
 FOLDER = Path("/run/shoal-lab")  # root makes labs; other users may read what they are
 DEFAULT_LAB = "lab"
@@ -60,7 +61,7 @@ class LabFiles:
             with self.state.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = (self._read_state() or {}).get(_BUILDER)
+            pid = (read(self.state, _MAX_BYTES) or {}).get(_BUILDER)
             return f"process {pid}" if isinstance(pid, int) else "another process"
         except OSError:
             return None
@@ -75,15 +76,8 @@ class LabFiles:
 
     def read(self) -> dict[str, Any] | None:
         """What the lab is to be; None where there is none."""
-        document = self._read_state()
+        document = read(self.state, _MAX_BYTES)
         return document and {key: document[key] for key in document if key != _BUILDER}
-
-    def _read_state(self) -> dict[str, Any] | None:
-        try:
-            document = json.loads(self.state.read_bytes()[:_MAX_BYTES])
-        except (OSError, ValueError, RecursionError):
-            return None
-        return document if isinstance(document, dict) else None
 
     def exist(self) -> bool:
         return self.state.exists() or self.cluster.exists()

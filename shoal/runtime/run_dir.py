@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.errors import BadInput
 from shoal.runtime import files
 from shoal.runtime.secret import new_secret, read_secret_file, write_private
 
@@ -298,12 +299,9 @@ def written_by(name: str) -> int | None:
 def read(file: Path, most_bytes: int = _MAX_REPORT_BYTES) -> dict[str, Any] | None:
     """The document of a file of a run; None where there is none that can be read."""
     try:
-        if file.stat().st_size > most_bytes:
-            return None
-        document = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return files.document_of(files.read_bounded(file, most_bytes))
+    except BadInput:
         return None
-    return document if isinstance(document, dict) else None
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class JobState:
         return {
             "steps": self.steps,
             "batches": self.stream.delivered,
-            "position": self.stream.positions.document(),
+            "position": self.stream.position(),
             "seed": self.context.seed,
             "strategy": str(self.context.strategy),
             "workers": self.workers,

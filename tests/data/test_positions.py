@@ -129,6 +129,7 @@ def test_many_loops_take_little_space() -> None:
         "data": {},
         "places": {"0": ["train 1", (0,), []], "1000": ["train 1", (1000,), [[1000, 7]]]},
         "turn": None,
+        "lines": [],
     }
     assert positions_of(document).document() == document
 

@@ -156,12 +156,43 @@ def test_two_loops_an_epoch_with_saves_between_and_behind_them(
     whole = run("whole", None)
     run("model", lost_at)
     if lost_at == 3:  # nothing tells whether epoch 0 had a second loop
-        with pytest.raises(BadInput, match=r"saved in epoch 0 .* without this loop"):
+        with pytest.raises(BadInput, match=r"saved in epoch 0 .* before this loop"):
             run("model", None)
         return
     for mine, of_whole in zip(run("model", None), whole, strict=True):
         assert mine[0] == of_whole[0] == 12
         assert torch.equal(mine[1], of_whole[1])
+
+
+@pytest.mark.parametrize("lost_at", [3, 4])
+def test_a_loop_that_first_runs_in_epoch_1(tmp_path: Path, lost_at: int) -> None:
+    """Two batches an epoch; from epoch 1 on, before the save, one of another dataset."""
+
+    def run(name: str, lost_at: int | None) -> tuple[int, torch.Tensor]:
+        job = job_of()
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        if (tmp_path / name).exists():
+            job.load(tmp_path / name)
+
+        def train_on(data: Any) -> None:
+            for batch in job.batches(data, 10):
+                step(batch)
+                if job.steps == lost_at:
+                    raise Lost
+
+        for epoch in job.epochs(4):
+            train_on(samples(20))
+            if epoch >= 1:
+                train_on(samples(10, seed=5))
+            job.save(tmp_path / name)
+        return job.steps, step.flat.data.clone()
+
+    whole = run("whole", None)
+    with pytest.raises(Lost):
+        run("model", lost_at)
+    steps, weights = run("model", None)
+    assert steps == whole[0] == 11
+    assert torch.equal(weights, whole[1])
 
 
 def test_another_script_trains_on_all_of_its_data(
@@ -179,7 +210,7 @@ SCRIPT = script("""
 def train(job):
     step = job.step(model(), loss, optimizer=sgd)
     start = job.load("model")["epoch"] if os.path.exists("model") else 0
-    for epoch in range(start, 6):
+    for epoch in EPOCHS:
         for batch in job.batches(data, batch_size=32):
             value = step(batch)
             if "--die" in sys.argv and job.steps == 14:
@@ -191,11 +222,14 @@ def train(job):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("strategy", ["ddp", "ps", "pp(2)"])
-def test_a_killed_script_ends_as_one_that_was_not(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("epochs", ["range(start, 6)", "range(6)"])
+def test_a_killed_script_ends_as_one_that_was_not(
+    tmp_path: Path, strategy: str, epochs: str
+) -> None:
     ends = {}
     for name, runs in {"whole": [()], "killed": [("--", "--die"), ()]}.items():
         (folder := tmp_path / name).mkdir()
-        (folder / "train.py").write_text(SCRIPT)
+        (folder / "train.py").write_text(SCRIPT.replace("EPOCHS", epochs))
         for words in runs:
             done = shoal("run", "train.py", "-n", "2", "-s", strategy, *words, cwd=folder)
         assert done.returncode == 0, done.stderr

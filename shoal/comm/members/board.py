@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.errors import CheckpointError
+from shoal.runtime.files import document_of
 from shoal.runtime.run_dir import RunDir
 
 T = TypeVar("T")
@@ -119,11 +120,7 @@ class FileBoard(Board):
             text += chunk
         self._read_bytes += len(text)
         for line in text.splitlines():
-            try:
-                document = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(document, dict):
+            if (document := document_of(line)) is not None:
                 self.take(document)
 
 

@@ -27,6 +27,7 @@ from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import AT_THE_END, SILENT_HOST_S, BadFrame, StoreRequest, connect
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import document_of
 
 LOG = "board"
 
@@ -149,9 +150,9 @@ class NetworkBoard(Board):
             while True:
                 reply = self._reading.ask(StoreRequest("read", [LOG], number=length), None)
                 length = reply.number
-                for entry in map(json.loads, reply.values):
-                    self._unread.put(entry)
-                    if "exited" in entry:
+                for entry in map(document_of, reply.values):
+                    self._unread.put(entry)  # none that can be read: broken
+                    if entry and "exited" in entry:
                         self._on_exit(GroupMember(*entry["exited"]))
         if not self._is_closed:
             self._unread.put(None)

@@ -6,18 +6,18 @@ one call, so the cost is per chunk and not per line.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from shoal.errors import BadInput
+from shoal.runtime.files import document_of
 from shoal.runtime.wording import say
 
 Log = Callable[[bytes], None]  # complete lines
@@ -139,10 +139,8 @@ def progress_lines(on_progress: OnProgress) -> LineForwarder:
 
     def take(text: str, is_stderr: bool) -> None:
         for line in text.splitlines():
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    on_progress(record)
+            if (record := document_of(line)) is not None:
+                on_progress(record)
 
     return LineForwarder(take, "", False)
 

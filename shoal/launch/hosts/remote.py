@@ -48,7 +48,7 @@ from shoal.launch.losses.lost_workers import LossPolicy, RunResult
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import read_kills
-from shoal.runtime.files import write_atomically
+from shoal.runtime.files import document_of, write_atomically
 from shoal.runtime.run_dir import new_run_dir, written_by
 from shoal.runtime.secret import new_secret
 
@@ -272,11 +272,7 @@ class RemoteWorkers(RemoteProcesses):
         if rank is None or rank not in agent.placed.ranks:
             return
         if message.name.endswith(".json"):
-            try:
-                document = json.loads(text)
-            except (ValueError, RecursionError):
-                document = None
-            if not isinstance(document, dict):  # nothing that a worker writes
+            if (document := document_of(text)) is None:  # nothing that a worker writes
                 return
             if isinstance(document.get("time_ns"), int):
                 document["time_ns"] += time.monotonic_ns() - message.clock_ns
