@@ -1,7 +1,7 @@
 """Every exception that Shoal raises. Messages are one sentence for the user of the job.
 
-The command line prints the sentence. It exits with 2 for BadInput, a mistake that is found
-before or without training, and with 1 for everything else.
+The command line prints the sentence. It exits with 2 for BadInput, a mistake in the input or in the
+script, and with 1 for everything else.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PeerLost(ShoalError, RuntimeError):
         )
 
 
-class Desync(ShoalError, RuntimeError):
+class Desync(BadInput, RuntimeError):
     """Two ranks called different operations where all ranks must call the same one."""
 
     def __init__(self, rank: int, call: str, peer: int, peer_call: str):

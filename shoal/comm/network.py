@@ -207,8 +207,7 @@ def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) 
         config.hosts_per_rack or 0,
         list(config.host_order),
     ]
-    words_of = tuple[str, str, int, list[str]]
-    said = [decode_json(text, words_of) for text in exchange(json.dumps(own).encode())]
+    said = [decode_json(text, list) for text in exchange(json.dumps(own).encode())]
     for at, name in ((2, "hosts_per_rack"), (3, "host_order")):
         if any(words[at] != own[at] for words in said):
             raise BadInput(f"{variable_name(name)} differs between ranks: give all the same")

@@ -30,6 +30,7 @@ from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of
 from shoal.sync.movable_shards import MovableShards, ShardProgress, settled
 from shoal.train.job_state import JobState
+from shoal.train.step.prepare_model import check_same_model
 from shoal.train.step.step import Step
 
 OptimizerValues = dict[Tensor, dict[str, Any]]  # by parameter
@@ -343,6 +344,8 @@ class ElasticTraining:
         while True:
             try:
                 self.group.regroup(admits, not (self._is_sharded and self._shards.is_open))
+                for step in () if self.group.membership.has_begun else self._steps:
+                    check_same_model(step.model, self.group, torch.device("cpu"))
                 if self._is_sharded:
                     self._shards.share()
                     self._undone = [a for a in self._undone if a.number > a.step.steps]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.comm.members.board import GroupMember
-from shoal.errors import ShoalError
+from shoal.errors import BadInput, ShoalError
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from shoal.train.progress import ProgressSender
@@ -352,3 +352,14 @@ def test_the_first_worker_that_is_left_shows_progress(tmp_path: Path) -> None:
     steps = sorted(step for _, step in shown)
     assert steps == list(range(1, EPOCHS * PER_EPOCH + 1))
     assert {worker for worker, _ in shown} == {0, 1}
+
+
+@pytest.mark.parametrize("strategy", [DDP, STAGES[2]])
+def test_workers_with_different_models(tmp_path: Path, strategy: str) -> None:
+    def train(workers: Workers, job: Job) -> None:
+        step = exact_step(job, partial(torch.nn.Linear, 5, 4 + job.rank))
+        for batch in job.batches(numbered(), BATCH):
+            step(batch)
+
+    with pytest.raises(BadInput, match=r"rank 1 has built another .* weight \[5, 5\]"):
+        Workers(tmp_path, 2, train, strategy).run()

@@ -87,7 +87,7 @@ class ElasticSum:
             doing = f"a sum that rank {' and '.join(absent())} never came to"
             return PeerLost(self.rank, int(absent()[0]), doing, self.patience_s)
 
-        doing = "a sum over the surviving workers"
+        doing = "job.save, job.load or job.evaluate, which all ranks call"
         wait = waiting(f"rank {self.rank}", lambda: f"rank {' and '.join(absent())}", doing)
         until(is_complete, wait, self.patience_s, lost)
         return {rank: rows[rank] for rank in ranks if rank in rows}
