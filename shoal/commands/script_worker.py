@@ -81,7 +81,7 @@ class ComparisonWorker(Worker):
         losses = [float(loss) for loss in self.losses]
         wall_s = time.monotonic() - self._start_s
         own = {"losses": losses, "group_bytes": self._sent, "wall_s": wall_s}
-        self.reports.write_report(self.rank, {**job.report(), **own})
+        self.reports.write(self.reports.report(self.rank), {**job.report(), **own})
 
     def _make_tracer(self, group: Group) -> Tracer:
         self._tracer = super()._make_tracer(group)
@@ -141,7 +141,7 @@ def compare(train: Train, plan: dict[str, Any]) -> None:
             if entry.is_first:
                 raise
             run_dir = RunDir(Path(entry.folder))
-            run_dir.write_report(placement.rank, {"refused": str(error)})
+            run_dir.write(run_dir.report(placement.rank), {"refused": str(error)})
 
 
 def wait_for(file: Path) -> None:

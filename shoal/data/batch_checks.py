@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from shoal.comm.group import Group, Op
+from shoal.comm.group import Group
+from shoal.comm.objects import all_equal
 from shoal.data.sampling import BatchOptions
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
@@ -105,7 +106,7 @@ class SameBatches:
     def check(self, batch: Any, total: int) -> None:
         """`total` is the number of samples in it."""
         _check_enough(total, self.replicas, "batch")
-        if self.is_on and self._differs(batch_digest(batch, total)):
+        if self.is_on and not all_equal(self.group, batch_digest(batch, total), self.device):
             raise BadInput(
                 f"rank {self.group.rank} and another rank got different global batches from the "
                 "same iterable: seed its shuffling, or give job.batches the dataset and a "
@@ -114,9 +115,13 @@ class SameBatches:
 
     def check_samples(self, fetch: Callable[[], Any], total: int) -> None:
         """`fetch` gets some samples of a dataset of `total`, the same ones on all ranks."""
-        if not self.is_on or not self._differs(first := batch_digest(fetch(), total)):
+        if not self.is_on:
             return
-        if self._differs(0 if first == batch_digest(fetch(), total) else self.group.rank + 1):
+        first = batch_digest(fetch(), total)
+        if all_equal(self.group, first, self.device):
+            return
+        noise = b"" if first == batch_digest(fetch(), total) else b"%d" % self.group.rank
+        if not all_equal(self.group, noise, self.device):
             self.compares = False  # samples with noise of their own are never twice the same
             return
         raise BadInput(
@@ -124,17 +129,11 @@ class SameBatches:
             "give different samples. Sort what os.listdir or glob gives, and shuffle with a seed"
         )
 
-    def _differs(self, value: int) -> bool:
-        """Whether a number is not the same on all ranks."""
-        low, high = both = torch.tensor([value, ~value], device=self.device)
-        self.group.all_reduce(both, Op.MAX).wait()
-        return bool(low != ~high)  # the largest complement is the complement of the smallest
 
-
-def batch_digest(batch: Any, total: int) -> int:
-    """63 bits of a batch's bytes, in their order."""
+def batch_digest(batch: Any, total: int) -> bytes:
+    """Of a batch's bytes, in their order."""
     digest = hashlib.blake2b(str(total).encode(), digest_size=8)
     for tensor in tensors_of(batch):
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(content.numpy().data)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return digest.digest()

@@ -109,10 +109,10 @@ class RunDir:
     members = _Files("members-{}")
     start_folder = _Files("start-{}")
     memory_folder = _Files("memory-{}")  # by a name
-    _training = _Files("training-{}")
+    training = _Files("training-{}")  # it has called shoal.run
     _started = _Files("started-{}")
     _server_pid = _Files("server-{}.pid")
-    _join_answer = _Files("join-{}.json")
+    join_answer = _Files("join-{}.json")
     _at_step = _Files("at-{}.step")
     _last_step = _File("last.step")
 
@@ -172,18 +172,14 @@ class RunDir:
 
     # ------------------------------------------------------------------ marks of workers
 
-    def mark_training(self, rank: int) -> None:
-        """This worker has called shoal.run."""
-        self.mark(self._training(rank))
-
     def mark_finished(self, rank: int) -> None:
         """This worker has finished; written before it closes what others may wait for."""
         self.mark(self.finished(rank))
-        self._training(rank).unlink(missing_ok=True)
+        self.training(rank).unlink(missing_ok=True)
 
     def has_ended_training(self, rank: int) -> bool:
         """Whether this worker has finished and not called shoal.run again."""
-        return self.finished(rank).exists() and not self._training(rank).exists()
+        return self.finished(rank).exists() and not self.training(rank).exists()
 
     def finished_ranks(self) -> list[int]:
         """The workers that have finished, in that order."""
@@ -228,13 +224,7 @@ class RunDir:
         """`rank`: the worker that is started; None where none is."""
         incarnation = None if rank is None else self.incarnation(rank)
         document = {"sentence": sentence, "rank": rank, "incarnation": incarnation}
-        self.write(self._join_answer(request), document)
-
-    def read_join_answer(self, request: str) -> dict[str, Any] | None:
-        return read(self._join_answer(request))
-
-    def came_too_late(self, rank: int) -> bool:
-        return self.late(rank, self.incarnation(rank)).exists()
+        self.write(self.join_answer(request), document)
 
     def incarnation(self, rank: int) -> int:
         """How often this worker was started again."""
@@ -247,9 +237,6 @@ class RunDir:
 
     def note_return(self, rank: int, incarnation: int, document: Mapping[str, Any]) -> None:
         self.write(self.back(rank, incarnation), {"time_ns": time.monotonic_ns(), **document})
-
-    def read_return(self, rank: int, incarnation: int) -> dict[str, Any] | None:
-        return read(self.back(rank, incarnation))
 
     # ------------------------------------------------------------------ preemption
 
@@ -269,10 +256,6 @@ class RunDir:
         return _read_count(self._last_step)
 
     # ------------------------------------------------------------------ reports, the secret
-
-    def write_report(self, rank: int, report: Mapping[str, Any]) -> None:
-        """What happened on this worker."""
-        self.write(self.report(rank), report)
 
     def read_reports(self, workers: int) -> list[dict[str, Any] | None]:
         """The reports by rank; None for a worker without a readable one."""

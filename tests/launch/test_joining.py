@@ -34,7 +34,7 @@ SCRIPT = """
         while not run_dir.back(1, 1).exists(): time.sleep(0.005)
     else:
         run_dir.note_return(rank, incarnation, {"step": 40, "lost_at": 0})
-    run_dir.write_report(rank, {"rank": rank})
+    run_dir.write(run_dir.report(rank), {"rank": rank})
 """
 
 

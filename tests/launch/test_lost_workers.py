@@ -28,7 +28,7 @@ from shoal.launch.losses.lost_workers import (
     tolerance_of,
 )
 from shoal.runtime.files import StepCount
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.run_dir import RunDir, read
 from shoal.strategy.strategy import parse
 from tests import forked
 from tests.launch.helpers import Screen
@@ -55,7 +55,7 @@ def test_the_others_go_on_when_one_is_killed_and_the_end_says_who_is_missing() -
     script = """
         if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
         wait_exited(1)
-        run_dir.write_report(rank, {"rank": rank, "steps": 5 + rank})
+        run_dir.write(run_dir.report(rank), {"rank": rank, "steps": 5 + rank})
     """
     screen = run(script, 3)
     ending = screen.result
@@ -233,7 +233,7 @@ def test_a_killed_worker_is_started_again_so_many_times_in_all_and_the_end_tells
         if rank == 1:
             run_dir.note_return(1, incarnation, {"step": 61, "lost_at": 49})
         while not os.path.exists(run_dir.back(1, 3)): time.sleep(0.005)
-        run_dir.write_report(rank, {"rank": rank, "steps": 5})
+        run_dir.write(run_dir.report(rank), {"rank": rank, "steps": 5})
     """
     screen = run(script, 2, Tolerance("ps(quorum=0.5)", restarts=3))
     ending = screen.result
@@ -271,7 +271,7 @@ def test_one_that_was_never_there_comes_too_late_to_take_part(
     assert policy.absent == (1,)
     assert policy.join("a") == 1
     answer = {"sentence": "worker 1 of 2 is started", "rank": 1, "incarnation": 1}
-    assert run_dir.read_join_answer("a") == answer
+    assert read(run_dir.join_answer("a")) == answer
     assert ends(policy, 0, 0)
     run_dir.late(1, 1).touch()
     assert ends(policy, 1, 0)
@@ -285,12 +285,12 @@ def test_none_is_started_when_a_worker_has_finished_its_training(
     run_dir: RunDir, policy: LossPolicy
 ) -> None:
     policy.note_absent(1)
-    run_dir.mark_training(0)
+    run_dir.mark(run_dir.training(0))
     run_dir.mark_finished(0)  # its process has not exited yet
     assert policy.join("a") is None
-    answer = run_dir.read_join_answer("a") or {}
+    answer = read(run_dir.join_answer("a")) or {}
     assert answer["sentence"] == "no worker is started: the first workers have finished"
-    run_dir.mark_training(0)  # the script calls shoal.run again
+    run_dir.mark(run_dir.training(0))  # the script calls shoal.run again
     assert policy.join("b") == 1
 
 
@@ -301,7 +301,7 @@ def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(
     assert ends(policy, 1)
     assert policy.join("a") == 1 and not policy.lost
     assert policy.join("b") is None
-    answer = run_dir.read_join_answer("b") or {}
+    answer = read(run_dir.join_answer("b")) or {}
     assert answer["sentence"] == "no worker is started: all workers are there"
     run_dir.late(1, 1).touch()
     assert ends(policy, 1, 0)
@@ -377,7 +377,7 @@ def test_forked_workers(mode: str, status: int, says: str) -> None:
 
 
 def test_reports_by_rank_and_none_for_what_cannot_be_read(run_dir: RunDir, tmp_path: Path) -> None:
-    run_dir.write_report(0, {"steps": 3})
+    run_dir.write(run_dir.report(0), {"steps": 3})
     (tmp_path / "report-1.json").write_text("[1, 2")
     (tmp_path / "report-2.json").write_text("[1, 2]")
     assert run_dir.read_reports(4) == [{"steps": 3}, None, None, None]

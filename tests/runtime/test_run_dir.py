@@ -48,7 +48,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_a_report_on_a_full_disk_does_not_fail_the_run(tmp_path: Path) -> None:
-    RunDir(tmp_path / "missing").write_report(0, {"steps": 1})
+    (gone := RunDir(tmp_path / "missing")).write(gone.report(0), {"steps": 1})
     RunDir(tmp_path / "missing").mark_finished(0)
 
 

@@ -13,7 +13,7 @@ import torch
 from shoal.comm.group import Group
 from shoal.errors import PeerLost, RunOver
 from shoal.launch.here.watches import kept_memory
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.run_dir import RunDir, read
 from shoal.sync.lasting import KeptStatistics
 from shoal.train.job import Job
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
@@ -79,7 +79,7 @@ def test_all_workers_get_the_results_of_what_they_do_together(
     others = [run.results[rank, 0] for rank in range(3) if rank != victim]
     assert others == [[1.0] * 4] * 2
     assert run.results[victim, 1] == ([1.0] * 4 if style == "epochs" else [1.0] * 3)
-    returned = run.run_dir.read_return(victim, 1)
+    returned = read(run.run_dir.back(victim, 1))
     assert returned is not None and returned["lost_at"] == 3 and 8 <= returned["step"] <= 11
     assert (tmp_path / "saved").is_dir()
 
@@ -101,7 +101,7 @@ def test_it_goes_on_at_the_present_step_with_the_samples_of_its_rank(
         assert len(numbers) == len(numbered()) - 4 * 2 * (epoch == 1)
     (leader, _) = run.reports[0]["sync"][0]["servers"]
     assert leader["came_back"] == {"1": 4} and leader["lost"] == []
-    returned = run.run_dir.read_return(1, 1)
+    returned = read(run.run_dir.back(1, 1))
     assert returned is not None and (returned["step"], returned["lost_at"]) == (7, 3)
 
 

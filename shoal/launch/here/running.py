@@ -248,7 +248,7 @@ class StartedWorker(NamedTuple):
 def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -> StartedWorker:
     """ShoalError where the launcher has not started a worker."""
     deadline_s = time.monotonic() + limit_s
-    while (answer := run_dir.read_join_answer(request)) is None:
+    while (answer := read(run_dir.join_answer(request))) is None:
         if not run_dir.is_there():
             raise ShoalError(f"no worker is started: the run in {run_dir.path} has ended")
         if time.monotonic() > deadline_s:
@@ -264,7 +264,7 @@ def wait_until_joined(run_dir: RunDir, worker: StartedWorker) -> None:
     """ShoalError where it has not taken its place: the run has finished, or it has failed."""
     rank, incarnation, _ = worker
     is_over = False
-    while run_dir.read_return(rank, incarnation) is None:
+    while read(run_dir.back(rank, incarnation)) is None:
         if is_over:
             raise ShoalError(
                 f"worker {rank} has not joined: the run had finished, or see its output"

@@ -23,7 +23,7 @@ from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.losses.lost_servers import LostServer, summarize_server_losses, without_service_s
 from shoal.runtime.memory_limit import OutOfMemoryKills
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.run_dir import RunDir, read
 from shoal.runtime.wording import counted, listed, say
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import Strategy
@@ -316,7 +316,7 @@ class LossPolicy:
     def _completed(self, worker: LostWorker) -> LostWorker:
         """With what it has written when it took its place."""
         worker = replace(worker, lost_at=None)
-        document = self._run_dir.read_return(worker.rank, worker.incarnation)
+        document = read(self._run_dir.back(worker.rank, worker.incarnation))
         if document is None:
             return worker
         lost_at, step = document["lost_at"], document["step"]
@@ -329,7 +329,7 @@ class LossPolicy:
         self._run_dir.note_exit(exit.rank, exit.returncode)
         if exit.returncode == 0:
             self._has_succeeded = True
-            if self._run_dir.came_too_late(exit.rank):
+            if self._run_dir.late(exit.rank, self._run_dir.incarnation(exit.rank)).exists():
                 self._note_late(exit.rank)
             return True
         tolerance = self._tolerance

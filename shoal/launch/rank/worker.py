@@ -74,7 +74,7 @@ class Worker:
         """Call `train(job)`, and return what it returns."""
         die_with_launcher(self.config.launcher_pid, self.config.environ)
         if self.report_dir is not None:
-            self.report_dir.mark_training(self.rank)
+            self.report_dir.mark(self.report_dir.training(self.rank))
         with ExitStack() as stack:
             stack.enter_context(Watcher(self.config.wait))
             preemption = Preemption(self.run_dir, self.rank, self.size)
@@ -215,7 +215,7 @@ class Worker:
     def report(self, job: Job) -> None:
         """Called after training: writes the report for the launcher."""
         if self.report_dir is not None:
-            self.report_dir.write_report(self.rank, job.report())
+            self.report_dir.write(self.report_dir.report(self.rank), job.report())
 
     def mark_finished(self) -> None:
         """Called at the end of a run that succeeded."""
