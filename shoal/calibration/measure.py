@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,19 +77,14 @@ def calibrate(options: CalibrationOptions, say: Say) -> Cluster:
     documents = []
     for number, workers in enumerate(counts, 1):
         say(f"[{number}/{len(counts)}] {workers} worker{'s'[: workers > 1]}, {each_s:.0f} s")
-        documents.append(measured_by(workers, each_s, options.device))
+        config = RunConfig.from_environment()
+        device, strategy = options.device or config.device, "ddp" if workers > 1 else "single"
+        command = [sys.executable, "-m", MODULE, "--seconds", str(each_s)]
+        config = replace(config, strategy=strategy, device=device)
+        spec = LaunchSpec(command, workers, config, servers=int(workers > 1))
+        documents.append(found_by(partial(launch, spec)))
     here = this_machine()
     return machine_of(documents, cores(), here.device.memory_bytes * here.node.devices)
-
-
-def measured_by(workers: int, seconds: float, device: str | None) -> Any:
-    """What rank 0 of so many workers has measured."""
-    config = RunConfig.from_environment()
-    strategy = "ddp" if workers > 1 else "single"
-    config = replace(config, strategy=strategy, device=device or config.device)
-    command = [sys.executable, "-m", MODULE, "--seconds", str(seconds)]
-    spec = LaunchSpec(command, workers, config, servers=int(workers > 1))
-    return found_by(lambda write: launch(spec, write))
 
 
 def found_by(run: Callable[[Write], object]) -> Any:
@@ -126,9 +122,8 @@ def calibrated_cluster(say: Say = lambda text: None, device: str | None = None) 
 
 def cached_cluster(device: str | None = None) -> Cluster | None:
     """None where this machine was not measured yet, or by another version of Shoal."""
-    path = cache_file(device)
     with suppress(BadInput):
-        return read_cluster(path) if path.is_file() else None
+        return read_cluster(cache_file(device))
     return None
 
 

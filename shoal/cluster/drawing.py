@@ -256,12 +256,12 @@ def host_lines(host: Host) -> list[str]:
 
 
 def device_words(device: Device) -> str:
-    rates = ", ".join(f"{dtype} {_flops(rate)}" for dtype, rate in device.peak_flops.items())
+    rates = ", ".join(f"{dtype} {show_flops(rate)}" for dtype, rate in device.peak_flops.items())
     memory = f"{show_bytes(device.memory_bytes)} at {show_bytes(device.memory_bytes_per_s)}/s"
     return f"{device.name}: {memory}; {rates}"
 
 
-def _flops(rate: float) -> str:
+def show_flops(rate: float) -> str:
     return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
 
 

@@ -163,17 +163,14 @@ def _rows(devices: list[Device]) -> Iterator[tuple[str, list[str]]]:
     yield "threads of a worker", [str(device.threads or "–") for device in devices]
     for dtype in devices[0].peak_flops:
         key = f"peak_flops.{dtype}"
-        rates = [_spread(d.peak_flops[dtype], d.spread.get(key), _flops) for d in devices]
+        form = drawing.show_flops
+        rates = [_spread(d.peak_flops[dtype], d.spread.get(key), form) for d in devices]
         yield f"products, {dtype}", rates
     for size in (1e6, 1e8):
         shares = [f"{device.matmul_efficiency.at(size):.0%}" for device in devices]
         yield f"  of it with {size:.0e} operations", shares
     for name, key, form in _FIGURES:
         yield name, [_spread(getattr(d, key), d.spread.get(key), form) for d in devices]
-
-
-def _flops(value: float) -> str:
-    return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
 
 
 _FIGURES: tuple[tuple[str, str, Any], ...] = (

@@ -115,10 +115,8 @@ class SameBatches:
 
     def check_samples(self, fetch: Callable[[], Any], total: int) -> None:
         """`fetch` gets some samples of a dataset of `total`, the same ones on all ranks."""
-        if not self.is_on:
-            return
-        first = batch_digest(fetch(), total)
-        if all_equal(self.group, first, self.device):
+        first = batch_digest(fetch(), total) if self.is_on else b""
+        if not self.is_on or all_equal(self.group, first, self.device):
             return
         noise = b"" if first == batch_digest(fetch(), total) else b"%d" % self.group.rank
         if not all_equal(self.group, noise, self.device):

@@ -60,8 +60,7 @@ def _frames(outermost: CodeType | None) -> Iterator[FrameType]:
 
 def lines_of_caller(outermost: CodeType | None) -> list[int]:
     """Of the calls that have led here, each in its function: a later call has larger ones."""
-    lines = [frame.f_lineno - frame.f_code.co_firstlineno for frame in _frames(outermost)]
-    return lines[::-1]
+    return [f.f_lineno - f.f_code.co_firstlineno for f in _frames(outermost)][::-1]
 
 
 def place_of_caller(outermost: CodeType | None) -> Place:

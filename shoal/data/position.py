@@ -197,14 +197,13 @@ def positions_of(document: Any) -> Positions:
         raise CheckpointError(f"its position in the data: {error}") from error
     past = [row for *_, past in saved.places.values() for row in past]
     too_many = sum(row[0] for row in (*saved.loops, *past) if row) > _MAX_LOOPS
-    if too_many or not all(len(row) in (2, 5, 6) for row in saved.loops):
+    if too_many or not all(len(row) in (2, 6) for row in saved.loops):
         raise CheckpointError("its position in the data is none")
     rows = [row for row in saved.loops for _ in range(row[0])]
     known = []
     for i, (batches, *of_epochs) in enumerate(row[1:] for row in rows):
-        epochs, epoch, in_epoch, *left = of_epochs or (0, 0, 0)
-        loop = LoopPosition(batches, epochs, epoch, in_epoch, is_over=not of_epochs)
-        loop.is_left = any(left)
+        epochs, epoch, in_epoch, left = of_epochs or (0, 0, 0, 0)
+        loop = LoopPosition(batches, epochs, epoch, in_epoch, not of_epochs, bool(left))
         loop.state = saved.data.get(str(i))
         if (place := saved.places.get(str(i))) is not None:
             loop.place = Place(place[0], tuple(place[1]))

@@ -71,10 +71,6 @@ class BatchStream:
         source = source_of(data, options, feed, loop)
         return self._loop(source, options.epochs, self._last_step(data, options))
 
-    def position(self) -> dict[str, Any]:
-        """For a checkpoint that the script saves."""
-        return self.positions.document(lines_of_caller(self.trains_in))
-
     def restore(self, delivered: int, positions: Positions | None) -> None:
         """Go on after `delivered` batches; an old checkpoint knows no positions."""
         self.delivered = delivered

@@ -126,6 +126,17 @@ def read_bounded(file: Path, most_bytes: int) -> bytes:
     return data
 
 
+@contextmanager
+def locked(path: Path, mode: int = os.O_RDWR | os.O_CREAT, flags: int = 0) -> Iterator[int]:
+    """A file or folder, while no other process has it."""
+    handle = os.open(path, mode | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | flags)
+        yield handle
+    finally:
+        os.close(handle)  # and with it the lock
+
+
 def document_of(data: bytes | str) -> dict[str, Any] | None:
     """A JSON object from outside; None where it is none, or is nested too deep."""
     try:

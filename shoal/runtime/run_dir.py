@@ -111,7 +111,7 @@ class RunDir:
     memory_folder = _Files("memory-{}")  # by a name
     training = _Files("training-{}")  # it has called shoal.run
     _started = _Files("started-{}")
-    _server_pid = _Files("server-{}.pid")
+    server_pid = _Files("server-{}.pid")
     join_answer = _Files("join-{}.json")
     _at_step = _Files("at-{}.step")
     _last_step = _File("last.step")
@@ -154,10 +154,7 @@ class RunDir:
 
     def read_server_pid(self, index: int) -> int | None:
         """The number of the process that serves as server `index`, if the launcher noted it."""
-        return _read_count(self._server_pid(index)) or None
-
-    def note_server_pid(self, index: int, pid: int) -> None:
-        files.write_atomically(self._server_pid(index), str(pid))
+        return _read_count(self.server_pid(index)) or None
 
     def remove_socket(self, index: int) -> None:
         """Of a server that was killed: another process is to listen there."""
@@ -268,9 +265,6 @@ class RunDir:
     def read_secret(self) -> bytes | None:
         """None where there is none; BadInput if other users could read it."""
         return read_secret_file(self.secret) if self.secret.is_file() else None
-
-    def remove(self) -> None:
-        files.remove_locked(self.path)
 
 
 def written_by(name: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal.data.loop_place import lines_of_caller
 from shoal.data.position import Positions
 from shoal.data.stream import BatchStream
 from shoal.errors import ShoalError
@@ -69,7 +70,7 @@ class JobState:
         return {
             "steps": self.steps,
             "batches": self.stream.delivered,
-            "position": self.stream.position(),
+            "position": self.stream.positions.document(lines_of_caller(self.stream.trains_in)),
             "seed": self.context.seed,
             "strategy": str(self.context.strategy),
             "workers": self.workers,

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.errors import BadInput
 from shoal.runtime import run_dir as directories
+from shoal.runtime.files import remove_locked
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
 from tests.launch.helpers import HOLD, ROOT, Rope
 
@@ -60,7 +61,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_launcher(own_folder: Path
         assert {own.path, other.path} == set(own_folder.iterdir())
     servers = new_server_dir()
     assert [servers.path] == list(own_folder.iterdir())
-    servers.remove()
+    remove_locked(servers.path)
     assert list(own_folder.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.runtime.files import write_atomically
+from shoal.runtime.files import remove_locked, write_atomically
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
 from shoal.runtime.secret import SECRET_BYTES, new_secret
 
@@ -63,4 +63,4 @@ def test_the_directory_of_servers_is_short_enough_for_sockets(
         assert len(run_dir.socket(999).removeprefix("unix:")) <= 100
         assert list(deep.iterdir()) == []
     finally:
-        run_dir.remove()
+        remove_locked(run_dir.path)

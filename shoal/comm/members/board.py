@@ -8,7 +8,6 @@ Documents and exits are consistent: what a process has appended is final where i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.errors import CheckpointError
-from shoal.runtime.files import document_of
+from shoal.runtime.files import document_of, locked
 from shoal.runtime.run_dir import RunDir
 
 T = TypeVar("T")
@@ -105,13 +104,9 @@ class FileBoard(Board):
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """The file, while no other process has it; all documents are taken."""
-        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with locked(self._file) as handle:
             self._read(handle)
             yield handle
-        finally:
-            os.close(handle)  # and with it the lock
 
     def _read(self, handle: int) -> None:
         """A process that was killed may have left a part of a line."""

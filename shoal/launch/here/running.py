@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, NewType
 
@@ -162,10 +162,8 @@ def stop_run(entry: RunEntry, now: bool, limit_s: float) -> tuple[bool, str]:
             _send([entry.launcher_pid], signal.SIGTERM)  # the second one ends the grace
         if time.monotonic() > deadline_s:
             if not now or was_killed:
-                return (
-                    False,
-                    f"{entry.name} has not ended yet: shoal stop {entry.name} --now ends it",
-                )
+                late = f"{entry.name} has not ended yet: shoal stop {entry.name} --now ends it"
+                return False, late
             _send(entry.session or [entry.launcher_pid], signal.SIGKILL)
             was_killed = True
             deadline_s = time.monotonic() + _NOW_S
@@ -208,11 +206,9 @@ def join_requests(
         for name in run_dir.take_joins():
             put(JoinRequest(name))
 
-    if not is_open:
-        yield
-        return
-    run_dir.joins.mkdir(mode=0o700)
-    with looking("shoal-join", _POLL_S, look):
+    if is_open:
+        run_dir.joins.mkdir(mode=0o700)
+    with looking("shoal-join", _POLL_S, look) if is_open else nullcontext():
         yield
 
 

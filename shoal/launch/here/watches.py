@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.run_dir import RunDir
@@ -45,23 +45,15 @@ def looking(name: str, every_s: float, look: Callable[[], None]) -> Iterator[Non
 @contextmanager
 def kept_memory(run_dir: RunDir, is_needed: bool = True) -> Iterator[None]:
     """So it lasts when those that have opened it are lost before the others have come."""
-    kept: list[int] = []
 
     def look() -> None:
         for folder in run_dir.memory_folders():
-            descriptor = keep(folder)
-            if descriptor is not None:
-                kept.append(descriptor)
+            if (descriptor := keep(folder)) is not None:
+                kept.callback(os.close, descriptor)
 
-    if not is_needed:
+    looks = looking("shoal-memory", _MEMORY_S, look) if is_needed else nullcontext()
+    with ExitStack() as kept, looks:
         yield
-        return
-    try:
-        with looking("shoal-memory", _MEMORY_S, look):
-            yield
-    finally:
-        for descriptor in kept:
-            os.close(descriptor)
 
 
 def noticing_stopped(

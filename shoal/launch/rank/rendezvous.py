@@ -19,7 +19,6 @@ Under Shoal's own launcher the two directories are the run directory and `store/
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -31,7 +30,7 @@ from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.launch.rank.environment import Placement
-from shoal.runtime.files import make_private, own_folder
+from shoal.runtime.files import locked, make_private, own_folder
 from shoal.runtime.waits import Backoff
 
 
@@ -44,7 +43,7 @@ def open_rendezvous(placement: Placement, environ: Mapping[str, str] = {}) -> It
         return
     job = Path(there.removeprefix("file://"))
     make_private(job.parent)
-    with _locked(job.parent):
+    with locked(job.parent, os.O_DIRECTORY):
         for one in {job, *job.parent.glob(f"{job.name.partition('-')[0]}-*")}:
             if _is_abandoned(one):
                 shutil.rmtree(one)
@@ -54,7 +53,7 @@ def open_rendezvous(placement: Placement, environ: Mapping[str, str] = {}) -> It
     try:
         yield f"{there}/store-{visit}"
     finally:
-        with suppress(FileNotFoundError), _locked(job.parent):
+        with suppress(FileNotFoundError), locked(job.parent, os.O_DIRECTORY):
             (job / f"out-{rank}-{visit}").touch()
             entered, left = (len(list(job.glob(marks))) for marks in ("in-*", "out-*"))
             if entered == left == placement.size * (visit + 1):
@@ -86,16 +85,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
         return True
     return False
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)  # and with it the lock
 
 
 _CONNECT_S = 20.0  # agents listen before they start ranks

@@ -21,6 +21,7 @@ from shoal.coordinator.client import own_keys
 from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, ServerConfig
+from shoal.runtime.files import remove_locked
 from shoal.runtime.memory_limit import threads_of
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, new_server_dir
@@ -113,7 +114,7 @@ class StartedServers:
         self.processes = {}
         self._keys.close()
         if self._run_dir is not None:
-            self._run_dir.remove()
+            remove_locked(self._run_dir.path)
             self._run_dir = None
 
     # ------------------------------------------------------------------ processes

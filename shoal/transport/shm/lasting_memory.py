@@ -18,12 +18,12 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.runtime.files import write_atomically
+from shoal.runtime.files import locked, write_atomically
 from shoal.runtime.waits import waiting
 from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer
@@ -60,7 +60,7 @@ class LastingMemory:
         `is_kept`: a launcher keeps it.
         """
         folder.mkdir(mode=0o700, exist_ok=True)
-        with _locked(folder):
+        with locked(folder / "lock"):
             found = _found(folder, num_bytes)
             was_used = not is_kept or (folder / _KEPT).exists()
             if found is None and was_used and _offers(folder):
@@ -86,7 +86,7 @@ def keep(folder: Path) -> int | None:
     """In the launcher: a descriptor of this memory, if there is any that it does not keep yet."""
     if (folder / _KEPT).exists():
         return None
-    with suppress(OSError), _locked(folder, fcntl.LOCK_NB):
+    with suppress(OSError), locked(folder / "lock", flags=fcntl.LOCK_NB):
         if (found := _found(folder)) is not None:
             _write_offer(folder / _KEPT, found[1])
             return found[1]
@@ -135,13 +135,3 @@ def _make(num_bytes: int) -> int:
             "workers on a Linux host with more memory"
         )
     return descriptor
-
-
-@contextmanager
-def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | flags)
-        yield
-    finally:
-        os.close(handle)  # and with it the lock
