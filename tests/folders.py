@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.runtime.files import remove_locked
 from shoal.runtime.run_dir import new_server_dir
 
 
@@ -16,4 +17,4 @@ def socket_folder() -> Iterator[Path]:
     try:
         yield made.path
     finally:
-        made.remove()
+        remove_locked(made.path)
