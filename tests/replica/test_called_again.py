@@ -108,6 +108,16 @@ def Reading(self: Any, x: Tensor) -> Tensor:
     return self.head(x + self.first.shift)
 
 
+@model(first=(6, 6), blocks=linears(3), head=(6, 3))
+def LocalName(self: Any, x: Tensor) -> Tensor:
+    """As a tied embedding: a parameter of the first module, behind those of the last stage."""
+    first = self.first
+    x = first(opaque(x))
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+    return self.head(x @ first.weight)
+
+
 @model(
     layers=linears(4), norms=lambda: nn.ModuleList(nn.LayerNorm(6) for _ in range(3)), head=(6, 3)
 )
@@ -129,7 +139,7 @@ def Either(self: Any, x: Tensor) -> Tensor:
 
 
 KINDS = [Siamese, Apart, Looped, Conditioned, Rescaled, InPlace, AskedFor, Reading, TwoLists]
-KINDS += [Either]
+KINDS += [Either, LocalName]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,6 +60,7 @@ class _Reader(ast.NodeVisitor):
         self._kind = kind
         self._inside: list[Any] = []  # functions
         self._self = "self"  # what the present one calls its object
+        self._local: dict[str, ast.expr] = {}  # and what it calls e, after e = self.child
 
     def method(self, name: str, behind: type | None = None) -> None:
         """Read a method; of a parent of `behind` where that is given."""
@@ -67,25 +68,29 @@ class _Reader(ast.NodeVisitor):
         start = 0 if behind is None else parents.index(behind) + 1
         found = next((k for k in parents[start:] if name in k.__dict__), None)
         function = None if found is None else inspect.unwrap(found.__dict__[name])
-        if found is nn.Module or not inspect.isfunction(function):
-            return
-        if any(function is other for _, other in self._inside):
+        is_open = any(function is other for _, other in self._inside)
+        if is_open or found is nn.Module or not inspect.isfunction(function):
             return
         self._inside.append((found, function))
-        before = self._self
-        self._self = next(iter(inspect.signature(function).parameters), "self")
-        try:
+        before = self._self, self._local
+        self._self, self._local = next(iter(inspect.signature(function).parameters), "self"), {}
+        with suppress(OSError, TypeError, SyntaxError):
             self.visit(parse_module(textwrap.dedent(inspect.getsource(function))))
-        except (OSError, TypeError, SyntaxError):
-            pass
-        finally:
-            self._self = before
-            self._inside.pop()
+        self._self, self._local = before
+        self._inside.pop()
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        name = ast.unparse(node.targets[0])
+        self._local.pop(name, None)
+        if self._path(node.value):
+            self._local[name] = node.value
 
     def visit_Call(self, node: ast.Call) -> None:
         """What is called is called behind its arguments."""
         for argument in [*node.args, *node.keywords]:
             self.visit(argument)
+        node.func = self._local.get(ast.unparse(node.func), node.func)
         if isinstance(node.func, ast.Attribute) and ast.unparse(node.func)[:6] == "super(":
             self.method(node.func.attr, behind=self._inside[-1][0])
         else:
@@ -143,7 +148,7 @@ class _Reader(ast.NodeVisitor):
     visit_IfExp = visit_If
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        inner = node.value
+        inner = node.value = self._local.get(ast.unparse(node.value), node.value)
         if self._is_mine(node):
             method: Any = getattr(self._kind, node.attr, None)
             here = self._inside[-1][1]
