@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.strategy.strategy import Strategy as Strategy
     from shoal.strategy.strategy import parse as parse
     from shoal.strategy.terms import *  # noqa: F403
+    from shoal.train.callbacks import Callback as Callback
     from shoal.train.job import Job as Job
     from shoal.train.map_reduce import map_reduce as map_reduce
     from shoal.train.step.step import Step as Step
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Batch": "data",
+    "Callback": "train.callbacks",
     "Embedding": "embedding.module",
     "BadInput": "errors",
     "ShoalError": "errors",

@@ -75,6 +75,8 @@ class WorkersOptions:
     device: options.Device = None
     gpus: options.Gpus = None
     trace: options.Trace = None
+    jsonl: options.Jsonl = None
+    tensorboard: options.Tensorboard = None
     slow: options.Slow = None
     kill: options.Kill = None
     timeout: options.Timeout = None
@@ -137,6 +139,8 @@ class WorkersOptions:
             start=self.start or config.start,
             min_workers=int((self.elastic or "0").partition(":")[0]) or config.min_workers,
             wait=replace(config.wait, limit_s=self.timeout or config.wait.limit_s),
+            jsonl=_emptied(self.jsonl) or config.jsonl,
+            tensorboard=self.tensorboard.absolute() if self.tensorboard else config.tensorboard,
         )
         why_none = strategy.sync_for(workers).why_no_server_processes
         check_faults(config, workers, strategy.servers(workers), why_none)
@@ -157,6 +161,18 @@ class WorkersOptions:
         config = with_server_checkpoint(config, strategy, self.server_checkpoint, resume)
         back = taking_back(strategy, workers) if takes_back else strategy
         return replace(config, strategy=str(back))
+
+
+def _emptied(file: Path | None) -> Path | None:
+    """The file of --jsonl, without the lines of an earlier run."""
+    if file is None:
+        return None
+    check_folder(file, "the lines of --jsonl")
+    try:
+        file.write_text("")
+    except OSError as error:
+        raise BadInput(f"cannot write {file}: {error.strerror}") from error
+    return file.absolute()
 
 
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:

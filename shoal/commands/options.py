@@ -60,6 +60,17 @@ Gpus = Annotated[
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
 ]
+Jsonl = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a JSON line for every step, job.log, evaluation, checkpoint and lost worker.",
+    ),
+]
+Tensorboard = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write the losses and metrics for TensorBoard there."),
+]
 Slow = Annotated[
     list[str] | None,
     typer.Option(

@@ -197,6 +197,8 @@ class RunConfig:
     launcher_pid: int | None = variable("SHOAL_LAUNCHER_PID", COUNT)
     progress_fd: int | None = variable("SHOAL_PROGRESS_FD", COUNT)
     trace_dir: Path | None = variable("SHOAL_TRACE_DIR", PATH)
+    jsonl: Path | None = variable("SHOAL_JSONL", PATH)  # the first worker appends to it
+    tensorboard: Path | None = variable("SHOAL_TENSORBOARD", PATH)
     host_id: str | None = variable("SHOAL_HOST_ID", TEXT)  # ranks with the same one share memory
     hostname: str | None = variable("SHOAL_HOST", TEXT)  # the name that other hosts use
     between: str | None = variable("SHOAL_BETWEEN", TEXT)  # collectives between hosts: tcp, gloo

@@ -27,6 +27,7 @@ from shoal.runtime.trace import LOAD, traced_items
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 from shoal.train.agreement import Agreement, JobMeetings
+from shoal.train.callbacks import Callbacks
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
@@ -112,6 +113,12 @@ class Job(LoopMethods):
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
         self.checkpoints.before_save = self._loss_watch.look
+        self._callbacks = Callbacks(
+            self._services.callbacks, lambda: self._is_first, lambda: self._services.lost(self.size)
+        )
+        self.checkpoints.after_save = lambda path: self._callbacks.tell(
+            "on_checkpoint", self.steps, str(path)
+        )
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
         from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
@@ -229,6 +236,8 @@ class Job(LoopMethods):
         # a step of a loop of the user's own, whose update is done, ends with the next batch
         self._logged_step = self.steps + (self._loop_steps() if self._loop.stepped else 0)
         self._is_log_shown = False
+        if self._callbacks and self._is_first:
+            self._callbacks.tell("on_log", self._logged_step, _numbers(self._logged))
         if self._shows_log and self._services.progress.due(
             self._logged_step, self._stream.total_steps
         ):
@@ -263,6 +272,8 @@ class Job(LoopMethods):
         batch_size = batch_size or self._stream.batch_size
         self._evaluated = self._meetings.hold(lambda: evaluation.means(data, batch_size))
         is_number = list(self._evaluated) == [""]
+        named = {name or "value": value for name, value in self._evaluated.items()}
+        self._callbacks.tell("on_evaluate", self.steps, named)
         return self._evaluated[""] if is_number else dict(self._evaluated)
 
     def map_reduce(
@@ -310,6 +321,8 @@ class Job(LoopMethods):
             step.sync.close()
             for sentence in step.sync.summary():
                 self._say_once(sentence)
+        if self._callbacks:
+            self._callbacks.end(self.report())
 
     def report(self) -> dict[str, Any]:
         """What happened on this rank, for machines: JSON-able.
@@ -400,6 +413,7 @@ class Job(LoopMethods):
         self.checkpoints.save_part(step)
         for callback in self.on_step:
             callback(step, loss)
+        self._callbacks.step(self.steps, loss)
 
     def _steps_done(self) -> int:
         self._loop.end_step()
@@ -426,6 +440,7 @@ class Job(LoopMethods):
             self._loss_watch.note(step.steps, loss, stops)
             self._throughput.end_step(step.steps - self.steps)
             self._state.count(step.steps)
+            self._callbacks.step(step.steps, loss)
         self.checkpoints.save_part(step)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from shoal.runtime.launched_worker import allow_training
 from shoal.runtime.wording import say
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.train.callbacks import Callback
 
 _calls = 0
 _replacement: Callable[[Train], Any] | None = None
@@ -41,6 +42,7 @@ def run(
     workers: int | None = None,
     seed: int | None = None,
     device: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Any:
     """Run `train(job)` under a strategy.
 
@@ -48,7 +50,8 @@ def run(
     above 1 the script is started again as that many processes; returns None when they have
     finished. Options of a launcher (`shoal run -n 4 -s ddp --seed 1`, `SHOAL_STRATEGY`, …)
     override the arguments here. `strategy="auto"` measures this machine once, plans for the
-    model, says what it chose and why, and runs that.
+    model, says what it chose and why, and runs that. `callbacks` are told of steps, evaluations,
+    checkpoints and lost workers, on the first worker.
     """
     global _calls
     if _replacement is not None:
@@ -70,12 +73,14 @@ def run(
     if chosen == "auto":
         chosen = _choose(train, size, placement, config)
     if placement is None and size > 1:
-        return _launch_self(train, as_strategy(chosen), size, config)
+        return _launch_self(train, as_strategy(chosen), size, config, callbacks=callbacks)
 
     folder = config.run_dir or config.host_dir
     is_ours = placement is not None and (config.is_launched or config.host_dir)
     try:
-        result = Worker(as_strategy(chosen), placement, config, _calls).run(train)
+        worker = Worker(as_strategy(chosen), placement, config, _calls)
+        worker.callbacks = callbacks
+        result = worker.run(train)
     except Exception as error:
         if placement is None or not is_ours:
             raise
@@ -124,7 +129,12 @@ def _choose(train: Train, workers: int, placement: Placement | None, config: Run
 
 
 def _launch_self(
-    train: Train, strategy: Strategy, workers: int, config: RunConfig, is_shown: bool = True
+    train: Train,
+    strategy: Strategy,
+    workers: int,
+    config: RunConfig,
+    is_shown: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     from shoal.launch.here.local import LaunchSpec, launch
     from shoal.launch.here.output import discard_lines, print_lines
@@ -154,7 +164,9 @@ def _launch_self(
 
     def body(worker_config: RunConfig) -> None:
         torch.set_num_threads(1)
-        Worker(strategy, detect(worker_config), worker_config, _calls).run(train)
+        worker = Worker(strategy, detect(worker_config), worker_config, _calls)
+        worker.callbacks = callbacks
+        worker.run(train)
 
     launch(replace(spec, body=body, shows_name=True))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from shoal.runtime.trace import OFF, Recorder, Tracer
 from shoal.runtime.waits import Watcher
 from shoal.runtime.wording import say
 from shoal.strategy.strategy import Strategy
+from shoal.train.callbacks import Callback, JsonLines, TensorBoard
 from shoal.train.job import Job
 from shoal.train.progress import for_worker, open_progress
 from shoal.train.step.run_services import RunServices
@@ -54,6 +55,8 @@ Train = Callable[[Job], Any]
 
 class Worker:
     """One rank of a run. `number` tells the runs of one process apart."""
+
+    callbacks: Sequence[Callback] = ()
 
     def __init__(
         self, strategy: Strategy, placement: Placement | None, config: RunConfig, number: int
@@ -114,6 +117,7 @@ class Worker:
                         meetings=meetings,
                         preemption=preemption,
                         step_count=step_count,
+                        callbacks=self._all_callbacks(),
                         local_rank=place.local_rank if place else 0,
                         local_size=place.local_size if place else 1,
                         config=self.config,
@@ -236,6 +240,19 @@ class Worker:
             os._exit(2 if isinstance(error, BadInput) else 1)
 
     # ------------------------------------------------------------------ group, tracer, sums
+
+    def _all_callbacks(self) -> list[Callback]:
+        """Those of the script and of the command; none in a run that only studies a step."""
+        config = self.config
+        studies = (config.capture, config.memory_estimate, config.memory_probe)
+        if any(each.folder is not None for each in (*studies, config.workload_trace)):
+            return []
+        found = list(self.callbacks)
+        if config.jsonl is not None:
+            found.append(JsonLines(config.jsonl))
+        if config.tensorboard is not None and self.rank == 0:
+            found.append(TensorBoard(config.tensorboard))
+        return found
 
     @contextmanager
     def _agreeing(self, preemption: Preemption, group: Group) -> Iterator[None]:

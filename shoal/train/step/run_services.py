@@ -17,6 +17,7 @@ from shoal.runtime.files import StepCount
 from shoal.runtime.preemption import Preemption
 from shoal.runtime.trace import INJECTED, OFF, Tracer
 from shoal.strategy.strategy import Strategy
+from shoal.train.callbacks import Callback
 from shoal.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,16 +44,21 @@ class RunServices:
     meetings: Meetings | None = None
     preemption: Preemption | None = None
     step_count: StepCount | None = None
+    callbacks: Sequence[Callback] = ()
     local_rank: int = 0
     local_size: int = 1
     config: RunConfig = field(default_factory=RunConfig.from_environment)
 
-    def present(self, size: int) -> float:
-        """The fraction of so many ranks that are there, where a loss does not end the run."""
+    def lost(self, size: int) -> list[int]:
+        """The ranks that have exited, where a loss does not end the run."""
         run_dir = self.config.run_dir
         if run_dir is None or self.step_count is None:
-            return 1.0
-        return sum(not run_dir.has_exited(rank) for rank in range(size)) / size
+            return []
+        return [rank for rank in range(size) if run_dir.has_exited(rank)]
+
+    def present(self, size: int) -> float:
+        """The fraction of so many ranks that are there, where a loss does not end the run."""
+        return 1 - len(self.lost(size)) / size
 
 
 @dataclass(frozen=True)
