@@ -194,11 +194,16 @@ def _remove_others(folder: Path) -> None:
 
 def _has_ended(workplace: Path) -> bool:
     """Whether no save writes in a workplace any more; then it is removed."""
-    try:
-        descriptor = os.open(workplace / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        with suppress(OSError):
-            workplace.rmdir()  # a saver that has no lock in it yet claims another one
+    for _ in range(2):
+        try:
+            descriptor = os.open(workplace / "lock", os.O_RDWR | os.O_CLOEXEC)
+            break
+        except FileNotFoundError:
+            with suppress(OSError):
+                workplace.rmdir()  # a saver that has no lock in it yet claims another one
+                return True
+    else:  # a saver makes its lock first: this one was killed while it removed its files
+        shutil.rmtree(workplace, ignore_errors=True)
         return True
     try:
         if _lock(descriptor) is not True:

@@ -316,3 +316,17 @@ def test_files_and_folder_are_durable_before_and_after_the_rename(
     folder = tmp_path.name.split("-")[0]
     assert events[:4] == ["new", folder, "model", "optimizer"]
     assert events[5:] == ["run", "rename", "run"]
+
+
+@pytest.mark.parametrize("left", [(), ("model-1.safetensors",), ("lock", "manifest.json")])
+def test_the_next_save_removes_what_a_killed_one_has_left(
+    tmp_path: Path, left: tuple[str, ...]
+) -> None:
+    """Also of a saver that was killed while it removed its own files, the lock first."""
+    workplace = tmp_path / "saving-aaaaaaaaaaaa"
+    workplace.mkdir()
+    for name in left:
+        (workplace / name).touch()
+    with checkpoint_folders.new_version(tmp_path) as version:
+        version.publish(b'{"files": {}}')
+    assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
