@@ -84,7 +84,7 @@ def test_a_preset_is_the_same_after_it_is_written(name: str) -> None:
 
 def test_the_file_in_the_documentation_is_read() -> None:
     page = Path(__file__).parents[2] / "docs/cluster.md"
-    text = page.read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
+    text = page.read_text(encoding="utf-8").split("```toml ")[1].split("\n", 1)[1].split("```")[0]
     cluster = parse(text)
     assert (cluster.racks, cluster.oversubscription) == (2, 4)
     documented = set(page.read_text(encoding="utf-8").split("`"))
