@@ -35,6 +35,7 @@ PICTURES = {
     "gpipe": "pipeline show gpipe --stages 4 --microbatches 8",
     "1f1b": "pipeline show 1f1b --stages 4 --microbatches 8",
     "zb-h1": "pipeline show zb-h1 --stages 4 --microbatches 8",
+    "graphs": "graphs -n 16",
     "cluster": "cluster show dgx-a100 --nodes 4 --racks 2",
 }
 FROM_ROOT = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.zh-CN.md")

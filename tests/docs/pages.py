@@ -22,7 +22,8 @@ PAGES = [
 ]
 # commands that start no process, and take a fraction of a second
 QUICK = re.compile(
-    r"shoal (collectives (show|--kind|--ranks \d+ |--bytes|--cluster seeds)|pipeline|cluster show)"
+    r"shoal (graphs|pipeline|cluster show"
+    r"|collectives (show|--kind|--ranks \d+ |--bytes|--cluster seeds))"
 )
 
 
