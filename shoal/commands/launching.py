@@ -6,11 +6,12 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shoal.commands import options
 from shoal.errors import BadInput
@@ -65,6 +66,18 @@ EXAMPLES = ("digits", "gpt", "clicks")
 WORKER_COMMAND = (sys.executable, "-m", "shoal.commands.script_worker")
 
 
+TRACE, REPORT = "trace.json", "report.json"  # in the folder of --record
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run writes when it has ended; `more` is in its report."""
+
+    traces: tuple[Path, ...] = ()
+    reports: tuple[Path, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class WorkersOptions:
     """The options that `shoal run` and `shoal train` share."""
@@ -82,10 +95,27 @@ class WorkersOptions:
     timeout: options.Timeout = None
     grace: options.Grace = None
     report: options.Report = None
+    record: options.Record = None
     restart: options.Restart = None
     start: options.Start = None
     elastic: options.Elastic = None
     server_checkpoint: options.ServerCheckpoint = None
+
+    @property
+    def files(self) -> RunFiles:
+        """Where the trace and the report go; BadInput where they could not be written."""
+        folder = self.record
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise BadInput(f"cannot record in {folder}: {error.strerror}") from error
+        records = [] if folder is None else [folder]
+        traces = [*([] if self.trace is None else [self.trace]), *(f / TRACE for f in records)]
+        reports = [*([] if self.report is None else [self.report]), *(f / REPORT for f in records)]
+        for file, what in [*((t, "a trace") for t in traces), *((r, "a report") for r in reports)]:
+            check_folder(file, what)
+        return RunFiles(tuple(traces), tuple(reports))
 
     def resolved(self, command: Sequence[str]) -> WorkersOptions:
         """With the strategy that `-s auto` stands for, and the workers of --elastic."""
@@ -223,12 +253,11 @@ def run_shown(
     command: Sequence[str],
     workers: int,
     config: RunConfig,
-    report: Path | None = None,
+    files: RunFiles | None = None,
     on: str | None = None,
     logs: Path | None = None,
 ) -> None:
     """Run workers with a progress bar on a terminal, and with plain lines elsewhere."""
-    check_folder(report, "a report")
     spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
     bar = ProgressBar() if sys.stdout.isatty() else None
     write, on_progress = (print_lines, None) if bar is None else (bar.print, bar.show)
@@ -240,9 +269,10 @@ def run_shown(
         sys.exit(130)
     if not result.has_trained:
         say("the script never called shoal.run(train), so the strategy had no part in it")
-    if report is not None:
-        document = run_report(config.strategy or "", workers, result)
-        report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if files is not None and files.reports:
+        document = {**run_report(config.strategy or "", workers, result), **files.more}
+        for report in files.reports:
+            report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def check_trained(file: Path) -> None:
@@ -292,12 +322,11 @@ def check_folder(file: Path | None, what: str) -> None:
 
 
 @contextmanager
-def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
-    """Collect the spans of all workers into `file`; yields their configuration."""
-    if file is None:
+def traced(config: RunConfig, files: Sequence[Path]) -> Iterator[RunConfig]:
+    """Collect the spans of all workers into `files`; yields their configuration."""
+    if not files:
         yield config
         return
-    check_folder(file, "a trace")
     with scratch_folder("trace") as folder:
         yield replace(config, trace_dir=folder)
         from shoal.commands.output import shares_of_time, show
@@ -305,5 +334,5 @@ def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
         from shoal.runtime.trace import read_spans
 
         spans = read_spans(folder)
-        written = write_chrome(spans, file)
-        show(None, [*shares_of_time(spans), written], as_json=False)
+        written = [write_chrome(spans, file) for file in files]
+        show(None, [*shares_of_time(spans), *written], as_json=False)

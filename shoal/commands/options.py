@@ -155,6 +155,14 @@ Grace = Annotated[
 Report = Annotated[
     Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Write what `shoal report DIR` makes a page of: trace.json, as --trace does, and "
+        "report.json, as --report does, with the loss of every step.",
+    ),
+]
 Logs = Annotated[
     Path | None,
     typer.Option(

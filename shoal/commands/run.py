@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,8 +41,29 @@ def run(
     config = with_cluster(asked.to_config(on, checkpoint, resume), cluster, on)
     if resume and config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
-    with launching.traced(config, asked.trace) as config:
-        launching.run_shown(command, asked.workers or 1, config, asked.report, on, logs)
+    files = asked.files
+    if asked.record is not None:
+        files = replace(files, more=recorded(command, asked.workers or 1, config, cluster))
+    with launching.traced(config, files.traces) as config:
+        launching.run_shown(command, asked.workers or 1, config, files, on, logs)
+
+
+def recorded(
+    command: Sequence[str], workers: int, config: RunConfig, cluster: str | None = None
+) -> dict[str, Any]:
+    """What the folder of --record tells of a run besides its report."""
+    strategy = as_strategy(config.strategy or "single")
+    known: dict[str, Any] = {"script": command[1:], "slow": config.slow, "kill": config.kill}
+    known["servers"] = strategy.servers(workers)
+    if strategy.pp is not None:
+        term = strategy.pp
+        known["pipeline"] = {"schedule": term.schedule, "stages": term.size, "chunks": term.chunks}
+    if cluster is not None:
+        from shoal.cluster.toml_file import cluster_text  # only where needed
+        from shoal.commands.subject import named_cluster
+
+        known["cluster"] = cluster_text(named_cluster(cluster))
+    return known
 
 
 def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> RunConfig:
@@ -77,8 +99,11 @@ def train(
     command = launching.command_for(example, extra)
     asked = asked.resolved(command)
     start_s = time.monotonic()
-    with launching.traced(asked.to_config(resume=resume), asked.trace) as config:
-        launching.run_shown(command, asked.workers or 1, config, asked.report)
+    config, files = asked.to_config(resume=resume), asked.files
+    if asked.record is not None:
+        files = replace(files, more=recorded(command, asked.workers or 1, config))
+    with launching.traced(config, files.traces) as config:
+        launching.run_shown(command, asked.workers or 1, config, files)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 

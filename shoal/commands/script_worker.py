@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.comm.group import Group
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.run import replaced_run, run
@@ -34,7 +33,6 @@ from shoal.launch.rank.worker import Train, Worker
 from shoal.observe.comparison import ComparedRun, patience_s
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.trace import Tracer
 from shoal.runtime.waits import Backoff
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
@@ -42,6 +40,7 @@ from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
 from shoal.train.progress import open_progress
 from shoal.train.step.step import Step
+from shoal.train.throughput import StepRecord
 
 
 class ComparisonWorker(Worker):
@@ -61,7 +60,6 @@ class ComparisonWorker(Worker):
         super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
         self.reports = RunDir(folder)
         self.steps = entry.steps or steps
-        self.losses: list[Tensor] = []
         self._models = models
         self._is_first = entry.is_first
         self._most_s = most_s
@@ -71,6 +69,7 @@ class ComparisonWorker(Worker):
     def prepare(self, job: Job) -> None:
         job.checkpoints.dry = True
         job.on_build.append(self._check_model)
+        self._steps = StepRecord(job)
         job.on_step.append(self._note)
         if self.steps is not None:
             job.stop_after(self.steps)
@@ -78,14 +77,10 @@ class ComparisonWorker(Worker):
     def report(self, job: Job) -> None:
         if job.checkpoints.is_preempted:
             return  # a run that a signal has cut short has no result
-        losses = [float(loss) for loss in self.losses]
+        losses = self._steps.values()
         wall_s = time.monotonic() - self._start_s
         own = {"losses": losses, "group_bytes": self._sent, "wall_s": wall_s}
         self.reports.write(self.reports.report(self.rank), {**job.report(), **own})
-
-    def _make_tracer(self, group: Group) -> Tracer:
-        self._tracer = super()._make_tracer(group)
-        return self._tracer
 
     def mark_finished(self) -> None:
         return None
@@ -95,12 +90,11 @@ class ComparisonWorker(Worker):
             super().fail(error)
 
     def _note(self, step: Step, loss: Tensor) -> None:
-        self.losses.append(loss.detach())
         self._sent = self._tracer.sent.total
         if self._most_s is not None and time.monotonic() - self._start_s > self._most_s:
             raise ShoalError(
-                f"stopped after {counted(len(self.losses), 'step')}: more than {self._most_s:.0f} "
-                "s, and ten times as long as all of single"
+                f"stopped after {counted(len(self._steps.losses), 'step')}: more than "
+                f"{self._most_s:.0f} s, and ten times as long as all of single"
             )
 
     def _check_model(self, step: Step) -> None:

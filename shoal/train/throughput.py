@@ -1,15 +1,21 @@
-"""How fast a run trains, of the whole job and of a rank; and whether its loss stays finite."""
+"""How fast a run trains, of the job and of a rank; its losses, and whether they stay finite."""
 
 from __future__ import annotations
 
+import math
+import resource
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.train.job import Job
+    from shoal.train.step.step import Step
 
 _MAX_MARKS = 512
 _LOOK_EVERY = 100  # steps, at losses of a device that computes while the script goes on
@@ -148,3 +154,39 @@ class LossWatch:
                     'job.step(…, on_nan="skip") leaves out such steps, "go on" trains on'
                 )
             self._say(found)
+
+
+class StepRecord:
+    """The loss of every step, and when it ended: for `--record` and `shoal compare`."""
+
+    def __init__(self, job: Job) -> None:
+        self.losses: list[Tensor] = []
+        self._ends: list[tuple[int, int]] = []  # the step, and its time on the monotonic clock
+        self._job = job
+        self._microbatches = 1
+        job.on_step.append(self._note)
+
+    def _note(self, step: Step, loss: Tensor) -> None:
+        """The loss is not waited for."""
+        self.losses.append(loss.detach())
+        self._ends.append((self._job.steps, time.monotonic_ns()))
+        self._microbatches = step.cutter.local_microbatches
+
+    def values(self) -> list[float]:
+        found = [loss.double().reshape(()) for loss in self.losses]
+        return torch.stack(found).tolist() if found else []
+
+    def report(self, origin_ns: int) -> dict[str, Any]:
+        """JSON-able: a loss that is no finite number is None. Times are on the trace's clock."""
+        return {
+            "losses": [loss if math.isfinite(loss) else None for loss in self.values()],
+            "loss_steps": [step for step, _ in self._ends],
+            "loss_s": [round((ns - origin_ns) / 1e9, 6) for _, ns in self._ends],
+            "microbatches": self._microbatches,
+            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            "peak_device_bytes": torch.cuda.max_memory_allocated() if _uses_cuda() else None,
+        }
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -158,6 +158,28 @@ def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
     assert {"forward", "backward", "reduce", "wait", "update"} <= {e["name"] for e in spans}
 
 
+def test_a_record_has_the_trace_and_a_report_with_every_loss(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    words = ["run", "train.py", "-n", "2", "--record", "new/run", "--report", "report.json"]
+    done = shoal(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "new/run/report.json").read_text())
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert (report["script"], report["servers"]) == (["train.py"], 0)
+    for rank in report["ranks"]:
+        shown = [float(f"{loss:.6g}") for loss in rank["losses"]]
+        assert shown == [loss for _, loss in losses(done.stdout)]
+        assert rank["loss_steps"] == list(range(1, 13))
+        assert rank["loss_s"] == sorted(rank["loss_s"])
+    events = json.loads((tmp_path / "new/run/trace.json").read_text())["traceEvents"]
+    steps = [event for event in events if event["name"] == "step" and event["pid"] == 0]
+    ends = [(event["ts"] + event["dur"]) / 1e6 for event in steps]
+    assert ends == pytest.approx(report["ranks"][0]["loss_s"], abs=0.2)  # on one clock
+    refused = shoal("run", "train.py", "--record", "train.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == "shoal: cannot record in train.py: File exists\n"
+
+
 def test_a_report_tells_what_happened_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     words = ["run", "train.py", "-n", "2", "--slow", "1:2x", "--report", "report.json"]

@@ -42,6 +42,7 @@ from shoal.train.callbacks import Callback, JsonLines, TensorBoard
 from shoal.train.job import Job
 from shoal.train.progress import for_worker, open_progress
 from shoal.train.step.run_services import RunServices
+from shoal.train.throughput import StepRecord
 
 if TYPE_CHECKING:
     from shoal.comm.members.elastic_sum import ElasticSum
@@ -57,6 +58,7 @@ class Worker:
     """One rank of a run. `number` tells the runs of one process apart."""
 
     callbacks: Sequence[Callback] = ()
+    _record: StepRecord | None = None  # where there is a trace
 
     def __init__(
         self, strategy: Strategy, placement: Placement | None, config: RunConfig, number: int
@@ -84,7 +86,7 @@ class Worker:
             stack.enter_context(preemption)
             group = stack.enter_context(self._group.open())
             stack.enter_context(self._agreeing(preemption, group))
-            tracer = self._make_tracer(group)
+            tracer = self._tracer = self._make_tracer(group)
             send = open_progress(self.config.progress_fd)
             progress = for_worker(self.rank, self.size, send, isinstance(group, ElasticGroup))
             stack.callback(progress.close)
@@ -215,11 +217,15 @@ class Worker:
 
     def prepare(self, job: Job) -> None:
         """Called before training."""
+        self._record = StepRecord(job) if self._tracer.enabled else None
 
     def report(self, job: Job) -> None:
         """Called after training: writes the report for the launcher."""
         if self.report_dir is not None:
-            self.report_dir.write(self.report_dir.report(self.rank), job.report())
+            report = job.report()
+            if self._record is not None:
+                report |= self._record.report(self._tracer.origin_ns)
+            self.report_dir.write(self.report_dir.report(self.rank), report)
 
     def mark_finished(self) -> None:
         """Called at the end of a run that succeeded."""
