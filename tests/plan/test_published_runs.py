@@ -97,6 +97,7 @@ def test_weights_and_optimizer_are_18_bytes_a_parameter() -> None:
 PARAMETERS = """\
 gpt-2 124.44e6          gpt-2-xl 1557.6e6       gpt-3 174.6e9           GPT_3-175B 174.6e9
 gpt-3-13b 12.85e9       llama-2-7b 6.738e9      llama-2-13b 13.016e9    llama-2-70b 68.98e9
+deepseek-v3 671.03e9
 llama-3-8b 8.030e9      llama3-70b 70.554e9     llama-3.1-405b 405.85e9 llama-3-405b 405.85e9
 llama-3.2-1b 1.236e9    llama-3.2-3b 3.213e9    mistral-7b 7.242e9      mistral-large 122.61e9
 mixtral-8x7b 46.70e9    mixtral-8x22b 140.6e9   qwen-2.5-0.5b 494e6     qwen-2.5-7b 7.616e9

@@ -79,6 +79,12 @@ PRESETS: dict[str, TransformerSizes] = {
     "mistral-large": replace(_llama(88, 12288, 96, 8, 28672), vocab=32768),
     "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
     "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
+    "deepseek-v3": replace(
+        _llama(61, 7168, 128, 128, 2048),
+        vocab=129280,
+        **{"experts": 256, "top_k": 8, "shared_experts": 1, "dense_layers": 3, "dense_ffn": 18432},
+        **{"head": 128, "q_rank": 1536, "kv_rank": 512, "rope": 64},
+    ),
     "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
     "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
     "vit-b-16": _vit(12, 768, 12, sequence=197),
@@ -91,7 +97,13 @@ _ALIASES = {
     "vit-l": "vit-l-16",
     "vit-h": "vit-h-14",
 }
-_BF16 = ("llama", "mistral", "mixtral", "qwen")  # trained so by those who published them
+_BF16 = (
+    "deepseek",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen",
+)  # trained so by those who published them
 
 
 def is_transformer(text: str) -> bool:

@@ -34,7 +34,12 @@ from shoal.plan.workloads import (
 
 @dataclass(frozen=True)
 class TransformerSizes:
-    """The sizes of a decoder; `kv_heads` below `heads` is grouped-query attention."""
+    """The sizes of a decoder; `kv_heads` below `heads` is grouped-query attention.
+
+    With `kv_rank` attention is latent (DeepSeek-V2 and V3): queries and keys come from vectors of
+    `q_rank` and `kv_rank` numbers a token, and have `rope` rotated numbers more than values. The
+    first `dense_layers` have one MLP of `dense_ffn` in place of experts.
+    """
 
     layers: int
     hidden: int
@@ -51,9 +56,16 @@ class TransformerSizes:
     tied: bool = True
     learned_positions: bool = True
     causal: bool = True
+    head: int | None = None  # numbers of a head; None: hidden / heads
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
 
     def __post_init__(self) -> None:
-        if self.hidden % self.heads or self.heads % self.key_heads:
+        uneven = self.head is None and self.hidden % self.heads
+        if uneven or self.heads % self.key_heads:
             raise BadInput(
                 f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads="
                 f"{self.key_heads} must divide heads"
@@ -69,12 +81,23 @@ class TransformerSizes:
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.head or self.hidden // self.heads
+
+    @property
+    def attention(self) -> int:
+        """Numbers of all heads, as many as `hidden` unless `head` says more."""
+        return self.heads * self.head_size
 
     @property
     def qkv(self) -> int:
         """Columns of the matrix that makes queries, keys and values."""
-        return self.hidden + 2 * self.key_heads * self.head_size
+        return self.attention + 2 * self.key_heads * self.head_size
+
+    @property
+    def dense(self) -> TransformerSizes:
+        """A layer before those with experts."""
+        ffn = self.dense_ffn or self.inner
+        return replace(self, experts=1, top_k=1, shared_experts=0, ffn=ffn)
 
 
 _FP32_BYTES = 4
@@ -84,7 +107,7 @@ _FLASH_BACKWARD = 2.5  # five products, where forward has two
 def attention_kernels(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
     heads = split.microbatch * sizes.heads / split.tp
     queries = sizes.sequence / split.cp
-    scores = product("scores", queries, sizes.sequence, sizes.head_size, width, heads)
+    scores = product("scores", queries, sizes.sequence, sizes.head_size + sizes.rope, width, heads)
     values = product("values", queries, sizes.head_size, sizes.sequence, width, heads)
     seen = _seen(sizes, split)
     if split.flash_attention:  # scores stay on the chip
@@ -206,19 +229,38 @@ def _kv(sizes: TransformerSizes, split: Split) -> float:
     return max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
 
 
+def _projections(sizes: TransformerSizes, split: Split) -> list[tuple[str, float, float]]:
+    """The products of attention: name, columns and rows of the matrix that a rank holds."""
+    hidden, attention = sizes.hidden, sizes.attention / split.tp
+    projection = ("projection", float(hidden), attention)
+    if not sizes.kv_rank:
+        return [("qkv", attention + 2 * _kv(sizes, split), hidden), projection]
+    queries = attention + sizes.heads * sizes.rope / split.tp
+    from_latent = [("queries", queries, sizes.q_rank or hidden)]
+    to_latent = [("latent queries", float(sizes.q_rank), hidden)] if sizes.q_rank else []
+    return [
+        *to_latent,
+        *from_latent,
+        ("latent keys", float(sizes.kv_rank + sizes.rope), hidden),
+        ("keys and values", 2 * attention, sizes.kv_rank),
+        projection,
+    ]
+
+
 def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
     tokens = split.microbatch * sizes.sequence / split.cp
     hidden = sizes.hidden
     inner = sizes.inner / split.tp
-    kv = _kv(sizes, split)
     expert_tokens = tokens * sizes.top_k
     copies = sizes.experts / split.ep  # products of a worker's experts, each with its tokens
     per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
     times = copies if sizes.experts > 1 else 1
     up = 2 if sizes.gated else 1
     found = [
-        product("qkv", tokens, hidden / split.tp + 2 * kv, hidden, width),
-        product("projection", tokens, hidden, hidden / split.tp, width),
+        *(
+            product(name, tokens, out, given, width)
+            for name, out, given in _projections(sizes, split)
+        ),
         product("up", per_expert, up * inner, hidden, width, times),
         product("down", per_expert, hidden, inner, width, times),
     ]
@@ -235,7 +277,7 @@ def _pointwise(
     inner_bytes = width * tokens * _experts_of_a_token(sizes) * sizes.inner / split.tp
     mask = hidden_bytes / width if sizes.dropout else 0.0
     reads = 3 if sizes.gated else 2
-    turned = width * tokens * (sizes.hidden / split.tp + _kv(sizes, split))  # queries and keys
+    turned = width * tokens * (sizes.attention / split.tp + _kv(sizes, split))  # queries and keys
     rotary = () if sizes.learned_positions else (moving("rotary", 2 * turned),)
     return (
         *rotary,
@@ -259,8 +301,7 @@ def _tp_messages(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
 
 
 def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
-    kv = _kv(sizes, split)
-    attention = sizes.hidden * (sizes.hidden / split.tp + 2 * kv) + sizes.hidden**2 / split.tp
+    attention = sum(out * given for _, out, given in _projections(sizes, split))
     experts = _mlp_parameters(sizes, split)
     experts += sizes.shared_experts * experts * split.ep / sizes.experts
     router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
@@ -285,7 +326,9 @@ def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
     masks = 2 * rows * sizes.hidden if sizes.dropout else 0.0
     per_row = 4 * block_input + masks  # two norms, and the inputs of QKV and of the MLP
     kv = _kv(sizes, split)
-    heads = width * tokens * (2 * sizes.hidden / split.tp + 2 * kv)  # Q, K, V, projection's input
+    latent = sizes.q_rank + sizes.kv_rank + sizes.rope * (2 * sizes.heads / split.tp + 1)
+    # Q, K, V and the input of the projection
+    heads = width * tokens * (2 * sizes.attention / split.tp + 2 * kv + latent)
     inner = (3 if sizes.gated else 2) * width * tokens * sizes.inner / split.tp
     inner *= _experts_of_a_token(sizes)
     kept = per_row + heads + inner
@@ -310,8 +353,10 @@ class Transformer:
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
-        blocks = LayerRun("block", self.sizes.layers)
-        return (LayerRun("embedding", 1), blocks, LayerRun("head", 1))
+        dense = self.sizes.dense_layers
+        first = (LayerRun("dense block", dense),) if dense else ()
+        blocks = LayerRun("block", self.sizes.layers - dense)
+        return (LayerRun("embedding", 1), *first, blocks, LayerRun("head", 1))
 
     @property
     def limits(self) -> SplitLimits:
@@ -327,7 +372,9 @@ class Transformer:
 
     def cost(self, run: int, split: Split) -> LayerCost:
         width = self.precision.parameter_bytes
-        return (_embedding, block_cost, _head)[run](self.sizes, width, split)
+        name = self.runs[run].name
+        sizes = self.sizes.dense if name == "dense block" else self.sizes
+        return _COSTS[name](sizes, width, split)
 
     def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
         """None: sizes say how many numbers there are, not how a program lays them out."""
@@ -386,3 +433,6 @@ def _head(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
         shared_parameters=sizes.vocab * sizes.hidden / split.tp if sizes.tied else 0.0,
         largest_tensor=own,
     )
+
+
+_COSTS = {"embedding": _embedding, "dense block": block_cost, "block": block_cost, "head": _head}
