@@ -93,7 +93,7 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError:
             raise BadInput("--tensorboard needs tensorboard: pip install tensorboard") from None
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._add("train", step, metrics)
@@ -105,11 +105,11 @@ class TensorBoard(Callback):
         self._add("evaluate", step, metrics)
 
     def on_end(self, report: dict[str, Any]) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
     def _add(self, group: str, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"{group}/{name}", value, step)
 
 
 class Callbacks:

@@ -44,6 +44,8 @@ def _llama3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Tr
 
 _mixtral = partial(replace, experts=8, top_k=2)
 _qwen = partial(replace, vocab=152064)  # 2.5; the small ones tie the head to the embedding
+_deepseek = partial(replace, vocab=129280, experts=256, top_k=8, shared_experts=1)
+_latent = partial(replace, head=128, rope=64, dense_layers=3, dense_ffn=18432)
 # an image is a sequence of patches and a class token; the head has 1,000 classes
 _vit = partial(TransformerSizes, vocab=1000, dropout=False, tied=False, causal=False)
 
@@ -79,12 +81,7 @@ PRESETS: dict[str, TransformerSizes] = {
     "mistral-large": replace(_llama(88, 12288, 96, 8, 28672), vocab=32768),
     "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
     "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
-    "deepseek-v3": replace(
-        _llama(61, 7168, 128, 128, 2048),
-        vocab=129280,
-        **{"experts": 256, "top_k": 8, "shared_experts": 1, "dense_layers": 3, "dense_ffn": 18432},
-        **{"head": 128, "q_rank": 1536, "kv_rank": 512, "rope": 64},
-    ),
+    "deepseek-v3": _latent(_deepseek(_llama(61, 7168, 128, 128, 2048)), q_rank=1536, kv_rank=512),
     "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
     "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
     "vit-b-16": _vit(12, 768, 12, sequence=197),
