@@ -13,9 +13,11 @@ replica, and ddp before zero before other ways to agree.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
@@ -131,8 +133,9 @@ def search(
 ) -> SearchResult:
     """All valid strategies; none of them within memory leaves `ranked` empty."""
     run = _Search(workload, cluster.of_size(workers), workers, options)
-    exact = run.find(True, on_priced)
-    relaxed = run.find(False, lambda done, total: None) if options.include_async else _Found()
+    with _no_collection():
+        exact = run.find(True, on_priced)
+        relaxed = run.find(False, lambda done, total: None) if options.include_async else _Found()
     if not exact.fits and not exact.larger:
         why = run.first_refusal or "the batch has fewer samples than there are replicas"
         raise BadInput(
@@ -151,6 +154,18 @@ def search(
         run.variants,
         priced,
     )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A search makes many small objects and no cycles: looking for these takes an eighth of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Found:
