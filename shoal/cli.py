@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "run.evaluate",
     "verify": "verify.verify",
     "memory": "memory.memory",
+    "explain": "explain.explain",
     "compare": "compare.compare",
     "predict": "predict.predict",
     "simulate": "simulate.simulate",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from shoal.cluster.units import parse_bytes, show_bytes, show_seconds
 from shoal.commands import options
@@ -29,7 +28,7 @@ from shoal.schedules.user import is_user_function
 MOST_PROCESSES = 64
 _MESSAGES = ("push", "pull")  # between two ranks
 _TAKE_PIECES = ("scatter", "reduce_scatter", "all_to_all")  # a rank begins with one for each
-_OPS = ("sum", "mean", "max", "min", "prod", "and", "or", "xor")
+_OPS = ("sum", "mean", "max", "min", "prod")
 _COLUMNS = 6  # numbers of ranks side by side, at 80 columns
 Numbers = list[int] | list[float]
 
@@ -68,114 +67,78 @@ def run(
     if (data is None) == (ranks is None):
         raise BadInput("give the numbers of each rank with --data 1,2,3,4, or --ranks 2,4,8")
     if ranks is not None:
-        _sweep_one(
-            kind, name, ranks, size, cores() if processes is None else processes, svg, as_json
-        )
+        most = cores() if processes is None else processes
+        _sweep_one(kind, name, ranks, size, most, svg, as_json)
         return
     if svg is not None:
         raise BadInput("--svg draws times over --ranks; `shoal collectives show` draws rounds")
-    call = OwnNumbers.read(kind, name, str(data), root, op)
-    ranked = call.carried_out()
-    document = {**asdict(call), "ranks": ranked}
-    show_parts(document, [call.table(ranked), "", call.arrow(ranked)], as_json)
+    plan = own_numbers(kind, name, str(data), root, op)
+    found = _in_processes(plan, len(plan["rows"]))
+    ranked = [
+        {"rank": rank, "has": row, "result": one["found"], "sent_bytes": one["sent"]}
+        for rank, (row, one) in enumerate(zip(plan["rows"], found, strict=True))
+    ]
+    show_parts({**plan, "ranks": ranked}, _shown_ranks(plan, ranked), as_json)
 
 
-@dataclass(frozen=True)
-class OwnNumbers:
-    """A call on the user's numbers; `piece`: how many numbers belong to one rank."""
-
-    kind: str
-    algorithm: str | None
-    root: int
-    op: str
-    dtype: str
-    piece: int
-    rows: list[Numbers]
-
-    @staticmethod
-    def read(kind: str, name: str | None, data: str, root: int, op: str) -> OwnNumbers:
-        """BadInput where the numbers do not suit the collective."""
-        if op not in _OPS:
-            raise BadInput(f"there is no operator {op!r}; {nearest(op, _OPS)}")
-        rows = _rows(data, is_one=kind == "scatter")
-        if op == "mean":
-            rows = [[float(number) for number in row] for row in rows]
-        size = len(rows)
-        dtype = "int64" if all(isinstance(n, int) for row in rows for n in row) else "float64"
-        if dtype == "float64" and op in ("and", "or", "xor"):
-            raise BadInput(f"--op {op} combines whole numbers")
-        if size > MOST_PROCESSES:
-            raise BadInput(f"--data has {size} ranks: a process each, {MOST_PROCESSES} at most")
-        if kind == "scatter":
-            rows = [rows[0] if rank == root else [] for rank in range(size)]
-        if kind in _MESSAGES:
-            if name is not None or size < 2:
-                raise BadInput(f"{kind} is a message between two ranks: {kind} --data 1,2")
-            algorithm = None
-        else:
-            algorithm = name or algorithms(kind)[0]
-            _built(kind, algorithm, size, root)
-        if not 0 <= root < size:
-            raise BadInput(f"the root must be one of the ranks 0 to {size - 1}, not {root}")
-        numel = len(rows[root])
-        if kind in _TAKE_PIECES and numel % size:
+def own_numbers(kind: str, name: str | None, data: str, root: int, op: str) -> dict[str, Any]:
+    """The call that processes make; BadInput where the numbers do not suit the collective."""
+    if op not in _OPS:
+        raise BadInput(f"there is no operator {op!r}; {nearest(op, _OPS)}")
+    rows = _rows(data, is_one=kind == "scatter")
+    size, is_whole = len(rows), all(isinstance(n, int) for row in rows for n in row)
+    if size > MOST_PROCESSES:
+        raise BadInput(f"--data has {size} ranks: a process each, {MOST_PROCESSES} at most")
+    algorithm = None if kind in _MESSAGES else name or algorithms(kind)[0]
+    if algorithm is not None:
+        _built(kind, algorithm, size, root)
+    elif name is not None or size < 2:
+        raise BadInput(f"{kind} is a message between two ranks: {kind} --data 1,2")
+    if not 0 <= root < size:
+        raise BadInput(f"the root must be one of the ranks 0 to {size - 1}, not {root}")
+    piece = len(rows[root])
+    if kind in _TAKE_PIECES:
+        if piece % size:
             example = "/".join([",".join("1" * size)] * size)
-            raise BadInput(
-                f"{kind} over {size} ranks needs as many numbers for each of them on every rank, "
-                f"such as --data {example}"
-            )
-        piece = numel // size if kind in _TAKE_PIECES else numel
-        return OwnNumbers(kind, algorithm, root, op, dtype, piece, rows)
+            raise BadInput(f"{kind} needs a number for each rank on every rank: --data {example}")
+        piece //= size
+    if kind == "scatter":
+        rows = [rows[0] if rank == root else [] for rank in range(size)]
+    dtype = "int64" if is_whole and op != "mean" else "float64"
+    given = {"kind": kind, "algorithm": algorithm, "root": root, "op": op}
+    return {**given, "dtype": dtype, "piece": piece, "rows": rows}
 
-    def carried_out(self) -> list[dict[str, Any]]:
-        """By rank, what real processes had before and after, and sent to whom."""
-        found = _in_processes(asdict(self), len(self.rows))
-        return [
-            {"rank": rank, "has": row, "result": one["found"], "sent_bytes": one["sent"]}
-            for rank, (row, one) in enumerate(zip(self.rows, found, strict=True))
-        ]
 
-    def table(self, ranked: Sequence[Mapping[str, Any]]) -> Table:
-        how = f" by {self.algorithm}" if self.algorithm else ""
-        combined = f", {self.op}" if self.op != "sum" else ""
-        title = f"{self.kind}{how}{combined} on {counted(len(ranked), 'process', 'processes')}"
-        rows = [
-            [str(one["rank"]), *map(_shown, (one["has"], one["result"])), _sent(one["sent_bytes"])]
-            for one in ranked
-        ]
-        heads = ["rank", "has", "has then", "sent (counted in the process)"]
-        return plain_table(title, heads, rows, left=4)
-
-    def arrow(self, ranked: Sequence[Mapping[str, Any]]) -> str:
-        """`[1] [2] [3] [4] → reduce → [10]`."""
-        before, after = (
-            " ".join(_shown(one[key]) for one in ranked if one[key]) for key in ("has", "result")
-        )
-        return f"{before} → {self.kind} → {after or 'all have come'}"
+def _shown_ranks(plan: Mapping[str, Any], ranked: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """A table, and a line such as `[1] [2] [3] [4] → reduce → [10]`."""
+    how = f" by {plan['algorithm']}" if plan["algorithm"] else ""
+    how += f", {plan['op']}" if plan["op"] != "sum" else ""
+    title = f"{plan['kind']}{how} on {counted(len(ranked), 'process', 'processes')}"
+    rows = [
+        [str(one["rank"]), *map(_shown, (one["has"], one["result"])), _sent(one["sent_bytes"])]
+        for one in ranked
+    ]
+    table = plain_table(title, ["rank", "has", "has then", "sent (counted there)"], rows, left=4)
+    before, after = (
+        " ".join(_shown(one[key]) for one in ranked if one[key]) for key in ("has", "result")
+    )
+    return [table, "", f"{before} → {plan['kind']} → {after or 'all have come'}"]
 
 
 def _rows(data: str, is_one: bool) -> list[Numbers]:
     """A row for each rank; the pieces of `is_one` row are as many as its numbers."""
     try:
-        rows = [[_number(word) for word in row.split(",")] for row in data.split("/")]
+        numbers = [[float(word) for word in row.split(",")] for row in data.split("/")]
     except ValueError:
         example = "1,2,3,4, or 1,2/3,4 for two ranks with two numbers each"
         raise BadInput(f"--data takes numbers such as {example}, not {data[:40]!r}") from None
-    if len(rows) == 1:
-        rows = rows * len(rows[0]) if is_one else [[number] for number in rows[0]]
-    if len({len(row) for row in rows}) > 1:
+    if len(numbers) == 1:
+        numbers = numbers * len(numbers[0]) if is_one else [[number] for number in numbers[0]]
+    if len({len(row) for row in numbers}) > 1:
         raise BadInput(f"--data {data[:40]}: every rank needs as many numbers as the others")
-    return rows  # type: ignore[return-value]
-
-
-def _number(word: str) -> int | float:
-    try:
-        found: int | float = int(word)
-    except ValueError:
-        found = float(word)
-    if abs(found) >= 2**63:
-        raise ValueError(word)
-    return found
+    if all(n.is_integer() and abs(n) < 2**53 for row in numbers for n in row):
+        return [[int(n) for n in row] for row in numbers]
+    return [list(row) for row in numbers]
 
 
 def _shown(numbers: Sequence[float] | None) -> str:
@@ -186,12 +149,8 @@ def _shown(numbers: Sequence[float] | None) -> str:
 
 
 def _sent(sent: Mapping[str, int]) -> str:
-    if not sent:
-        return "nothing"
-    total = show_bytes(sum(sent.values()))
-    peers = sorted(map(int, sent))
-    whom = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers[:8]))}"
-    return f"{total} to {whom}{', …' if len(peers) > 8 else ''}"
+    peers = [f"{size} B to {peer}" for peer, size in sent.items()]
+    return ", ".join(peers[:4]) + (f" and {len(peers) - 4} more" * (len(peers) > 4)) or "nothing"
 
 
 def _built(kind: str, name: str, ranks: int, root: int = 0) -> Any:
@@ -226,22 +185,20 @@ def _sweep_one(
     name = name or algorithms(kind)[0]
     prices = [price(_built(kind, name, count), num_bytes, Link()) for count in counts]
     measured = _measured(kind, name, num_bytes, [n for n in counts if 1 < n <= most])
-    heads = ["ranks", "rounds", "time", "measured", "sent/\nrank", "sent\ntotal"]
-    rows = [
-        [
+    heads = ["ranks", "rounds", "sent/\nrank", "sent\ntotal", "redundant\nmemory", "idle\nlinks"]
+    rows = []
+    for one in prices:
+        sizes = (one.sent_largest_bytes, one.sent_total_bytes, one.redundant_bytes)
+        took = show_seconds(measured[one.ranks]) if one.ranks in measured else "-"
+        row = [
             f"{one.ranks:,}",
             f"{one.rounds:,}",
-            show_seconds(one.time_s),
-            show_seconds(measured[one.ranks]) if one.ranks in measured else "-",
-            show_bytes(one.sent_largest_bytes),
-            show_bytes(one.sent_total_bytes),
-            show_bytes(one.redundant_bytes),
+            *map(show_bytes, sizes),
             f"{one.idle_share:.0%}",
         ]
-        for one in prices
-    ]
+        rows.append([*row, f"{one.idle_share:.0%}", show_seconds(one.time_s), took])
     title = f"{kind} {name} of {show_bytes(num_bytes)}"
-    table = plain_table(title, [*heads, "redundant\nmemory", "idle\nlinks"], rows)
+    table = plain_table(title, [*heads, "time", "measured"], rows)
     times = {f"{one.ranks:,}": one.time_s for one in prices}
     parts: list[Part] = [table, "", *bars(times, show_seconds), "", _SAYS_COMPUTED]
     if measured:
@@ -265,66 +222,53 @@ def _measured(kind: str, name: str, num_bytes: int, counts: Sequence[int]) -> di
         return {}
     if max(counts) > MOST_PROCESSES:
         raise BadInput(f"--processes: {MOST_PROCESSES} at most, not {max(counts)}")
-    plan = {
-        "kind": kind,
-        "algorithm": name,
-        "root": 0,
-        "op": "sum",
-        "bytes": num_bytes,
-        "divided": kind_named(kind).units(2) > 1,
-        "takes_pieces": kind in _TAKE_PIECES,
-        "measured": list(counts),
-    }
+    plan = {"kind": kind, "algorithm": name, "root": 0, "op": "sum", "bytes": num_bytes}
+    plan |= {"measured": list(counts), "takes_pieces": kind in _TAKE_PIECES}
+    plan["divided"] = kind_named(kind).units(2) > 1
     found = _in_processes(plan, max(counts))
     return dict(zip(counts, found[0]["found"], strict=True))
 
 
 def sweep(
     kinds: Iterable[str], counts: Sequence[int], num_bytes: int, cost: Link
-) -> tuple[dict[str, Any], list[Part], dict[str, list[tuple[float, float]]]]:
-    """All algorithms over numbers of ranks: a document, tables, and lines of a chart."""
+) -> tuple[list[dict[str, Any]], list[Part], dict[str, list[tuple[float, float]]]]:
+    """All algorithms over numbers of ranks: for JSON, as tables, and as lines of a chart."""
     parts: list[Part] = []
-    listed, lines = [], {}
+    documents, lines = [], {}
     for kind in kinds:
-        by_count = {
-            n: {p.algorithm: p for p in price_all(kind, n, num_bytes, cost)} for n in counts
-        }
-        names = list(by_count[counts[-1]])
-        parts += [*_kind_tables(kind, names, by_count, num_bytes)]
-        lines |= {f"{name}": [(n, by_count[n][name].time_s) for n in counts] for name in names}
-        listed += [{"kind": kind, "ranks": n, "algorithms": list(map(asdict, found.values()))}
-                   for n, found in by_count.items()]  # fmt: skip
-    document = {"bytes": num_bytes, **asdict(cost), "collectives": listed}
-    return document, parts, lines
+        found = {n: {p.algorithm: p for p in price_all(kind, n, num_bytes, cost)} for n in counts}
+        parts += _kind_tables(f"{kind} of {show_bytes(num_bytes)}", found)
+        for name in found[counts[-1]]:
+            lines[name] = [(n, found[n][name].time_s) for n in counts]
+        documents += [
+            {"kind": kind, "ranks": n, "algorithms": list(map(asdict, prices.values()))}
+            for n, prices in found.items()
+        ]
+    said = "All of it is computed from the schedules; `shoal collectives run` measures, too."
+    return documents, [*parts, said], lines
 
 
-def _kind_tables(
-    kind: str, names: Sequence[str], by_count: Mapping[int, Mapping[str, Price]], num_bytes: int
-) -> Iterable[Part]:
-    counts = list(by_count)
+def _kind_tables(what: str, found: Mapping[int, Mapping[str, Price]]) -> Iterable[Part]:
+    """Times, and idle links on the most ranks; as many numbers side by side as 80 columns take."""
+    counts = list(found)
+    last = found[counts[-1]]
     for first in range(0, len(counts), _COLUMNS):
         some = counts[first : first + _COLUMNS]
-        heads = ["algorithm", *(f"{n:,}" for n in some)]
-        redundant = [show_bytes(by_count[n][names[0]].redundant_bytes) for n in some]
-        rows = [[name, *(show_seconds(by_count[n][name].time_s) for n in some)] for name in names]
-        rows.append(["redundant", *redundant])
-        yield plain_table(
-            f"time of {kind} of {show_bytes(num_bytes)} on so many ranks, and redundant memory",
-            heads, rows, left=1)  # fmt: skip
-        rows = [[name, *(f"{by_count[n][name].idle_share:.0%}" for n in some)] for name in names]
-        yield plain_table("\nidle links: share of the time of all ports", heads, rows, left=1)
-        yield ""
-    least, most = by_count[counts[0]], by_count[counts[-1]]
-    grows = {name: most[name].time_s / least[name].time_s for name in names if least[name].time_s}
-    yield f"time on {counts[-1]:,} ranks against {counts[0]:,}; as many ▇ more, as many times more:"
+        heads = ["ranks", *(f"{n:,}" for n in some), f"idle links\non {counts[-1]:,}"]
+        rows = [
+            [name, *(show_seconds(found[n][name].time_s) for n in some), f"{one.idle_share:.0%}"]
+            for name, one in last.items()
+        ]
+        redundant = (show_bytes(next(iter(found[n].values())).redundant_bytes) for n in some)
+        yield plain_table(f"time of {what}", heads, [*rows, ["redundant", *redundant, ""]], left=1)
+    grows = {name: one.time_s / (found[counts[0]][name].time_s or 1) for name, one in last.items()}
+    yield f"\ntime on {counts[-1]:,} ranks against {counts[0]:,} (the bars grow by factors):"
     yield from bars(grows, lambda times: f"{times:,.3g} times", is_log=True)
-    yield "All of it is computed from the schedules; `shoal collectives run` measures."
 
 
 def write_chart(file: Path, title: str, lines: Mapping[str, Any]) -> None:
     across, up = Axis("ranks", "{:,.0f}".format, is_log=True), Axis("time", show_seconds, True)
-    above = {name: [(x, y) for x, y in points if y > 0] for name, points in lines.items()}
-    drawn = {name: points for name, points in above.items() if points}
-    if not drawn:
+    drawn = {name: [p for p in points if p[1] > 0] for name, points in lines.items()}
+    if not any(drawn.values()):
         raise BadInput(f"{title} takes no time on any of these numbers of ranks: nothing to draw")
-    write_text(file, line_chart(title, across, up, drawn))
+    write_text(file, line_chart(title, across, up, {k: v for k, v in drawn.items() if v}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,39 +43,25 @@ def carry_out(group: Group, kind: str, mine: Tensor, piece: int, plan: dict[str,
     """What this rank has afterwards; None where it is left with nothing new."""
     root, op, is_root = plan["root"], Op(plan["op"]), group.rank == plan["root"]
     small, whole = mine.new_empty(piece), mine.new_empty(piece * group.size)
-    match kind:
-        case "broadcast":
-            given = mine if is_root else small
-            group.broadcast(given, root).wait()
-            return given
-        case "reduce":
-            group.reduce(mine, root, op).wait()
-            return mine if is_root else None
-        case "all_reduce":
-            group.all_reduce(mine, op).wait()
-            return mine
-        case "scan" | "exclusive_scan":
-            group.scan(mine, op, exclusive=kind == "exclusive_scan").wait()
-            return mine
-        case "scatter":
-            group.scatter(small, mine if is_root else None, root).wait()
-            return small
-        case "gather":
-            group.gather(whole if is_root else None, mine, root).wait()
-            return whole if is_root else None
-        case "all_gather":
-            group.all_gather(whole, mine).wait()
-            return whole
-        case "reduce_scatter":
-            group.reduce_scatter(small, mine, op).wait()
-            return small
-        case "all_to_all":
-            group.all_to_all(whole, mine).wait()
-            return whole
-        case "barrier":
-            group.barrier().wait()
-            return None
-    return _message(group, kind, mine, small, root)
+    at_root, copy = (whole if is_root else None), (mine if is_root else small)
+    calls: dict[str, tuple[Callable[..., Work], tuple[Any, ...], Tensor | None]] = {
+        "broadcast": (group.broadcast, (copy, root), copy),
+        "reduce": (group.reduce, (mine, root, op), mine if is_root else None),
+        "all_reduce": (group.all_reduce, (mine, op), mine),
+        "scan": (group.scan, (mine, op), mine),
+        "exclusive_scan": (group.scan, (mine, op, True), mine),
+        "scatter": (group.scatter, (small, mine if is_root else None, root), small),
+        "gather": (group.gather, (at_root, mine, root), at_root),
+        "all_gather": (group.all_gather, (whole, mine), whole),
+        "reduce_scatter": (group.reduce_scatter, (small, mine, op), small),
+        "all_to_all": (group.all_to_all, (whole, mine), whole),
+        "barrier": (group.barrier, (), None),
+    }
+    if kind not in calls:
+        return _message(group, kind, mine, small, root)
+    call, given, result = calls[kind]
+    call(*given).wait()
+    return result
 
 
 def _message(group: Group, kind: str, mine: Tensor, into: Tensor, root: int) -> Tensor | None:
@@ -94,6 +81,10 @@ def _message(group: Group, kind: str, mine: Tensor, into: Tensor, root: int) -> 
     return None
 
 
+def _meet(group: Group) -> None:
+    group.barrier().wait()
+
+
 def timed(plan: dict[str, Any], everybody: Group) -> list[float]:
     """The median seconds of a call over each number of ranks that this one is among."""
     found = []
@@ -108,16 +99,6 @@ def timed(plan: dict[str, Any], everybody: Group) -> list[float]:
     return found
 
 
-def _meet(group: Group) -> None:
-    group.barrier().wait()
-
-
-def once(plan: dict[str, Any], group: Group) -> Any:
-    mine = torch.tensor(plan["rows"][group.rank], dtype=getattr(torch, plan["dtype"]))
-    result = carry_out(group, plan["kind"], mine, plan["piece"], plan)
-    return None if result is None else result.tolist()
-
-
 def main(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     algorithms = {plan["kind"]: plan["algorithm"]} if plan["algorithm"] else {}
@@ -128,7 +109,12 @@ def main(folder: Path) -> None:
         if job.size > 1:
             transport = CountingTransport()
             group, sent = Group(Scheduled(transport, algorithms)), transport.sent
-        found = timed(plan, group) if "measured" in plan else once(plan, group)
+        if "measured" in plan:
+            found: Any = timed(plan, group)
+        else:
+            mine = torch.tensor(plan["rows"][job.rank], dtype=getattr(torch, plan["dtype"]))
+            found = carry_out(group, plan["kind"], mine, plan["piece"], plan)
+            found = None if found is None else found.tolist()
         document = json.dumps({"found": found, "sent": sent})
         (folder / f"{job.rank}.json").write_text(document, encoding="utf-8")
 

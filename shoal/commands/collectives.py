@@ -170,11 +170,12 @@ def table(
             for algorithm in algorithms(name):
                 prove(build(name, algorithm, count))
     if len(counts) > 1:
-        document, parts, lines = collective_runs.sweep(names, counts, num_bytes, cost)
+        found, parts, lines = collective_runs.sweep(names, counts, num_bytes, cost)
         if svg is not None:
             title = f"{', '.join(names)} of {show_bytes(num_bytes)}"
             collective_runs.write_chart(svg, title, lines)
-        show_parts({**document, "proven": prove_all}, parts, as_json)
+        document = {"bytes": num_bytes, **asdict(cost), "proven": prove_all, "collectives": found}
+        show_parts(document, parts, as_json)
         return
     _show_one(counts[0] if counts else 8, names, num_bytes, cost, prove_all, as_json)
 

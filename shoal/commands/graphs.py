@@ -7,23 +7,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.commands import options
-from shoal.commands.output import Part, plain_table, show, write_text
+from shoal.commands.output import plain_table, show, write_text
 from shoal.errors import BadInput, StrategyError
 from shoal.runtime import svg as drawing
 from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.options import GRAPHS
 
 MOST_IN_PICTURE = 64
-_MOST_IN_TERMINAL = 18  # four matrices side by side
 _WIDE, _HIGH, _COLUMNS, _RADIUS = 230, 258, 4, 82  # pixels of a graph in the picture
-_STYLE = """
-.title{font-size:20px;font-weight:700}.name{font-size:15px;font-weight:700}
-.note{font-size:12px;fill:#5a6675}.edge{stroke:#7b8794;stroke-width:1.2;fill:none}
-.later{stroke:#c3cbd4;stroke-dasharray:4 3;fill:none}.node{fill:#0072b2}
-"""
+_STYLE = """.edge{stroke:#7b8794;stroke-width:1.2;fill:none}.node{fill:#0072b2}
+.later{stroke:#c3cbd4;stroke-dasharray:4 3;fill:none}"""
 
 
 def graphs(
@@ -62,15 +59,7 @@ def graphs(
     if svg is not None:
         write_text(svg, picture({one["graph"]: found[one["graph"]] for one in rows}, workers))
     document = {"workers": workers, "bytes": num_bytes, "graphs": rows, "left_out": left_out}
-    parts: list[Part] = [_table(rows, workers, num_bytes), *left_out]
-    if workers <= _MOST_IN_TERMINAL:
-        names = [one["graph"] for one in rows]
-        beside = 82 // (max(workers, *(len(name[:18]) for name in names)) + 2)
-        parts += ["", "Who hears whom: ● sends from its column to its row in the first step.\n"]
-        for first in range(0, len(names), beside):
-            some = {name: found[name] for name in names[first : first + beside]}
-            parts += [*_matrices(some, workers), ""]
-    show(document, [*parts, _SAYS], as_json, wraps=True)
+    show(document, [_table(rows, workers, num_bytes), *left_out, "", _SAYS], as_json, wraps=True)
 
 
 _SAYS = (
@@ -80,11 +69,8 @@ _SAYS = (
 
 
 def _document(name: str, mixing: Mixing, num_bytes: int) -> dict[str, Any]:
-    steps = range(len(mixing.matrices))
-    heard = [
-        sum(len(mixing.listeners(rank, n)) for n in steps) / len(steps)
-        for rank in range(mixing.workers)
-    ]
+    steps, ranks = range(len(mixing.matrices)), range(mixing.workers)
+    heard = [sum(len(mixing.listeners(rank, n)) for n in steps) / len(steps) for rank in ranks]
     return {
         "graph": name,
         "degrees": mixing.degrees,
@@ -92,39 +78,24 @@ def _document(name: str, mixing: Mixing, num_bytes: int) -> dict[str, Any]:
         "sent_bytes_total": sum(heard) * num_bytes,
         "second_eigenvalue": mixing.second_eigenvalue,
         "steps_to_tenth": mixing.steps_to_tenth,
-        "is_equal_then": mixing.second_eigenvalue == 0,
     }
 
 
-def _table(rows: list[dict[str, Any]], workers: int, num_bytes: int) -> Any:
+def _table(rows: list[dict[str, Any]], workers: int, num_bytes: int) -> Table:
     heads = ["graph", "degree", "sent/\nworker", "sent\na step", "second\neigenvalue"]
-    cells = [
-        [
-            one["graph"] if len(one["graph"]) <= 24 else one["graph"][:23] + "~",
-            "-".join(map(str, sorted(set(one["degrees"])))),
-            show_bytes(one["sent_bytes_largest"]),
-            show_bytes(one["sent_bytes_total"]),
-            f"{one['second_eigenvalue']:.4f}",
-            f"{one['steps_to_tenth']}{'*' * one['is_equal_then']}",
-            show_bytes(one["steps_to_tenth"] * one["sent_bytes_total"]),
-        ]
-        for one in rows
-    ]
-    title = (
-        f"gossip of {show_bytes(num_bytes)} of parameters between {workers} workers; "
-        "least bytes to a tenth first\n* equal after so many steps"
-    )
+    cells = []
+    for one in rows:
+        total, steps, eigenvalue = (
+            one[key] for key in ("sent_bytes_total", "steps_to_tenth", "second_eigenvalue")
+        )
+        degree = "-".join(map(str, sorted(set(one["degrees"]))))
+        sent = map(show_bytes, (one["sent_bytes_largest"], total))
+        mark = "" if eigenvalue else "*"
+        row = [one["graph"][:24], degree, *sent, f"{eigenvalue:.4f}", f"{steps}{mark}"]
+        cells.append([*row, show_bytes(steps * total)])
+    title = f"gossip of {show_bytes(num_bytes)} of parameters between {workers} workers"
+    title += "; least bytes to a tenth first\n* equal after so many steps"
     return plain_table(title, [*heads, "steps to\na tenth", "bytes to\na tenth"], cells, left=1)
-
-
-def _matrices(found: dict[str, Mixing], workers: int) -> list[str]:
-    wide = max(workers, *(len(name[:18]) for name in found))
-    lines = ["  ".join(f"{name[:18]:<{wide}}" for name in found)]
-    for rank in range(workers):
-        heard = [mixing.heard_by(rank, 0) for mixing in found.values()]
-        rows = ["".join("●" if peer in row else "·" for peer in range(workers)) for row in heard]
-        lines.append("  ".join(f"{row:<{wide}}" for row in rows))
-    return lines
 
 
 def picture(found: dict[str, Mixing], workers: int) -> str:
@@ -141,13 +112,11 @@ def picture(found: dict[str, Mixing], workers: int) -> str:
         body += [
             line for turn in range(len(mixing.matrices)) for line in _edges(mixing, turn, places)
         ]
-        size = 5.0 if workers <= 24 else 3.0
-        body += [drawing.element("circle", class_="node", cx=x, cy=y, r=size) for x, y in places]
-    rows = math.ceil(len(found) / _COLUMNS)
-    columns = min(len(found), _COLUMNS)
-    return drawing.document(
-        title, (max(420, 24 + columns * _WIDE), 64 + rows * _HIGH), _STYLE, body, "#fff"
-    )
+        dot = 5.0 if workers <= 24 else 3.0
+        body += [drawing.element("circle", class_="node", cx=x, cy=y, r=dot) for x, y in places]
+    rows, columns = math.ceil(len(found) / _COLUMNS), min(len(found), _COLUMNS)
+    size = (max(420, 24 + columns * _WIDE), 64 + rows * _HIGH)
+    return drawing.document(title, size, drawing.WORDS + _STYLE, body, "#fff")
 
 
 def _places(mixing: Mixing, x: float, y: float) -> list[tuple[float, float]]:

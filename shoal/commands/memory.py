@@ -41,6 +41,7 @@ _MOST_COLUMNS = 6
 _UNEVEN = 1.25  # the largest shard over the smallest one, from which on a line says why
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 FURTHER = ("copies", "residuals", "in_flight", "shared", "server")  # shown where there are some
+_KEYS = {"estimated": "workers", "servers": "servers", "unknown": "unknown"}  # of an estimate
 _MAIN = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -83,8 +84,8 @@ def memory(
     command = command_for(script, args)
     value = strategy_for(strategy[0] if strategy else None, workers, to_run=measure)
     with scratch_folder("memory") as folder:
-        [found] = _estimates(command, [value], workers, folder)
-        document = {"estimated": found.pop("workers"), **found}
+        [found] = estimates(command, [value], workers, folder)
+        document = {name: found[key] for name, key in _KEYS.items()}
         document["notes"] = _notes(document["estimated"], value, workers)
         if measure:
             rounds = value.sync_for(workers).meets_every
@@ -101,7 +102,7 @@ def memory(
         print(f"activations are unknown without running the model: {why}", file=sys.stderr)
 
 
-def _estimates(
+def estimates(
     command: list[str], strategies: Sequence[Strategy], workers: int, folder: Path
 ) -> list[dict[str, Any]]:
     """What workers and servers need under each strategy, from one run of the script."""
@@ -184,7 +185,7 @@ def _compare(
     texts = asked or [text.format(n=workers) for text in usual]
     strategies = [strategy_for(text, workers, to_run=False) for text in texts]
     with scratch_folder("memory") as folder:
-        found = _estimates(command_for(script, args), strategies, workers, folder)
+        found = estimates(command_for(script, args), strategies, workers, folder)
     needs = [
         need_of(str(one), devices, limit_bytes, need.get("refused", ""))
         for one, need in zip(strategies, found, strict=True)

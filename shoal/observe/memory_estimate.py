@@ -38,7 +38,7 @@ from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.runtime.config import MemoryEstimateConfig
 from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.catalog import build
-from shoal.strategy.base import Batches
+from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Pp, Tp
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.sync import plan_for
@@ -126,15 +126,29 @@ class Absent(Solo):
         return DoneWork()
 
 
-def split_layers(model: nn.Module, tp: Tp | None, mixtures: list[Mixture]) -> None:
-    """Let the layers that tp splits be those of the first worker, as a run does."""
+def split_layers(model: nn.Module, tp: Tp | None, mixtures: list[Mixture]) -> dict[str, str]:
+    """Let the layers that tp splits be those of the first worker, as a run does; how, by name."""
     if tp is None or tp.size == 1:
-        return
+        return {}
     roles = roles_of(model, tp, mixtures)
     meta = torch.device("meta")
     filled = DeferredInit(nn.Sequential()).fill_in_turn(model, meta)
     split = TensorSplit(model, roles, Group(Absent(tp.size)), meta, filled, tp.sequence)
     split.rng.active = False  # it would look at what it draws
+    return {name: role.kind for name, role in roles.items()}
+
+
+def held_layers(sizes: ModelSizes, term: SyncTerm, replicas: int) -> dict[str, Any]:
+    """The layers of a stage, and those that each replica owns where its state is sharded."""
+
+    def layers(names: list[str]) -> list[str]:
+        return list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+
+    ranges, owned = sizes.flat.ranges, None
+    if term.shards_state and replicas > 1:
+        shards = sizes.flat.shards(replicas)
+        owned = [layers([r.name for r in ranges if s.start <= r.start < s.stop]) for s in shards]
+    return {"layers": layers([r.name for r in ranges]), "owned": owned}
 
 
 def stage_activations(virtual: Sequence[int], pp: Pp | None, microbatches: int) -> list[int]:
@@ -173,6 +187,8 @@ class EstimateJob(Job):
         self._servers: list[list[int]] = []
         self._whys: list[str] = []
         self._is_own_loop = False
+        self._held: list[dict[str, Any]] = []  # by stage
+        self._roles: dict[str, str] = {}  # of layers that tp splits
 
     def around_script(self) -> AbstractContextManager[None]:
         return model_sizes.parameters_without_memory()
@@ -242,7 +258,7 @@ class EstimateJob(Job):
         split = split_model(model, pp)
         ep = self._strategy.ep
         mixtures = [] if ep is None else mixtures_for(model, ep)
-        split_layers(model, self._strategy.tp, mixtures)
+        self._roles |= split_layers(model, self._strategy.tp, mixtures)
         activations: Sequence[int | None] = [None] * (split.stages if split else 1)
         try:
             virtual = model_sizes.activation_bytes(model, loss, micro, options.precision, split)
@@ -259,6 +275,8 @@ class EstimateJob(Job):
         stages = [replace(sizes, **given) for sizes in stage_sizes(model, optimizer, split)]
         self._estimates.append(memory_of(self._strategy, self._workers, stages, activations))
         self._servers.append(servers_of(self._strategy, self._workers, stages))
+        term = self._strategy.sync_for(replicas)
+        self._held = [held_layers(sizes, term, replicas) for sizes in stages]
 
     def document(self) -> dict[str, Any] | None:
         """What was found; None where the script made no training step."""
@@ -269,6 +287,8 @@ class EstimateJob(Job):
             "workers": [asdict(reduce(WorkerMemory.plus, models)) for models in of_workers],
             "servers": [sum(parts) for parts in zip(*self._servers, strict=True)],
             "unknown": self._whys,
+            "held": self._held,
+            "roles": self._roles,
         }
 
 

@@ -13,10 +13,8 @@ Points = Sequence[tuple[float, float]]
 Show = Callable[[float], str]
 _LEFT, _TOP, _WIDE, _HIGH, _NAMES = 90, 64, 560, 340, 170  # pixels
 _MOST_MARKS = 14
-_STYLE = """
-.title{font-size:20px;font-weight:700}.note{font-size:13px;fill:#5a6675}
-.axis{stroke:#9aa5b1;fill:none}.grid{stroke:#e3e8ed;fill:none}.line{stroke-width:2.5;fill:none}
-"""
+_STYLE = """.axis{stroke:#9aa5b1;fill:none}.grid{stroke:#e3e8ed;fill:none}
+.line{stroke-width:2.5;fill:none}"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def line_chart(title: str, across: Axis, up: Axis, series: Mapping[str, Points])
                              f"{ends[name]:.1f}", "axis", stroke_dasharray="2 3"))  # fmt: skip
         body.append(svg.text(*where, name.removeprefix("~"), style=f"font-size:13px;fill:{hue}"))
     size = (_LEFT + _WIDE + _NAMES, _TOP + _HIGH + 66)
-    return svg.document(title, size, _STYLE, body, "#fff")
+    return svg.document(title, size, svg.WORDS + _STYLE, body, "#fff")
 
 
 def _spread(wanted: Mapping[str, float], least: float = 16.0) -> dict[str, float]:

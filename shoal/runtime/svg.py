@@ -5,6 +5,8 @@ from __future__ import annotations
 from html import escape
 
 FONT = "text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}"
+WORDS = """.title{font-size:20px;font-weight:700}.name{font-size:15px;font-weight:700}
+.note{font-size:13px;fill:#5a6675}"""
 TIP = (  # of an arrow: marker_end="url(#tip)"
     '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
     'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'

@@ -1,0 +1,349 @@
+"""`shoal explain`: who holds what under a strategy, who sends what to whom, and the five steps."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.table import Table
+
+from shoal.cluster.presets import load_cluster
+from shoal.cluster.units import show_bytes
+from shoal.comm.mesh import AXES, axes
+from shoal.commands import options
+from shoal.commands.launching import command_for, strategy_for
+from shoal.commands.memory import estimates
+from shoal.commands.output import plain_table, show, write_text
+from shoal.commands.subject import Subject, workload_of_script
+from shoal.errors import BadInput, ShoalError
+from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
+from shoal.runtime import svg as drawing
+from shoal.runtime.files import scratch_folder
+from shoal.runtime.wording import counted
+from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.strategy import Layout, Strategy, as_strategy
+
+STEPS = ("forward", "backward", "push, reduce", "update", "pull")
+Lanes = Mapping[str, Sequence[str]]
+_ALL = (
+    *("single", "ddp", "zero(1)", "zero(2)", "zero(3)", "ps", 'ps(mode="async")', "mapreduce"),
+    *("gossip", "localsgd", "hogwild", "tp(2)", "pp(2)", "ep(2)", "cp(2)", "ddp + pp(2)"),
+)
+_MOST_WORKERS = 12  # rows that are shown
+_CLASSES = {  # of table 11.2.1: whether programs, and data, are several
+    (False, False): "single program, single data: one device",
+    (False, True): "single program, multiple data (SPMD): data parallelism",
+    (True, False): "multiple programs, single data: model parallelism",
+    (True, True): "multiple programs, multiple data (MPMD): hybrid parallelism",
+}
+
+
+# of each way to synchronize: the last three steps of a worker, and of a server; what is sent, how
+_WAYS: dict[str, tuple[list[str], list[str]]] = {
+    "single": (["-, weights, -"], []),
+    "ddp": (["all-reduce, own copy, -"], ["gradients: all_reduce"]),
+    "zero": (["to owners, own shard, broadcast"], ["gradients, weights: reduce, broadcast"]),
+    "ps": (["push, -, pull", "add up, weights, send"], ["gradients: push", "weights: pull"]),
+    "mapreduce": (
+        ["reduce to 0, at worker 0, broadcast"],
+        ["gradients, weights: reduce, broadcast"],
+    ),
+    "gossip": (["-, own copy, mix"], ["weights: send to neighbours"]),
+    "localsgd": (["-, own copy, mean"], ["weights: all_reduce"]),
+    "hogwild": (["-, shared copy, -"], []),
+}
+
+
+def five_steps(term: SyncTerm) -> list[list[str]]:
+    """What a worker does in each step of SGD, and a server where there is one."""
+    first, found = ["forward", "backward"], [way.split(", ") for way in _WAYS[term.name][0]]
+    if getattr(term, "stage", 0) == 3:
+        first, found[0][2] = ["gather, forward", "gather, backward"], "-"
+    if getattr(term, "update", "") == "worker":
+        found[0][1], found[1][1] = "own copy", "-"
+    if term.meets_every:
+        found[0][2] = f"mean, 1 of {term.meets_every}"
+    return [first + found[0], *(["-", "-", *server] for server in found[1:])]
+
+
+def _with_other_data(layout: Layout) -> int:
+    return layout.replicas * layout.ep * layout.cp
+
+
+def class_of(layout: Layout) -> tuple[bool, bool]:
+    """Whether workers run several programs (parts of the model), and on several data."""
+    return layout.tp * layout.pp * layout.ep > 1, _with_other_data(layout) > 1
+
+
+class ExplainedExchange(NamedTuple):
+    """What ranks send to each other in a step; `sent_bytes` of a worker, None: not known."""
+
+    what: str
+    kind: str
+    over: list[list[int]]
+    sent_bytes: float | None
+
+
+def explain(
+    strategy: Annotated[
+        str | None, typer.Argument(help='Such as "ddp + pp(2)".', show_default="all, in a table")
+    ] = None,
+    script: Annotated[str, typer.Argument(help="A script, or an example.")] = "digits",
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 4,
+    svg: Annotated[Path | None, typer.Option(help="Draw it here.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show who holds which layers, state and data, and which collectives run over which ranks.
+
+    The model is split as a run splits it, on tensors without memory. Without a strategy: which
+    of them are single or multiple programs on single or multiple data, and their five steps.
+    """
+    if strategy is None:
+        if svg is not None:
+            raise BadInput('--svg draws one strategy: shoal explain "ddp + pp(2)" --svg FILE')
+        _show_all(as_json)
+        return
+    value = strategy_for(strategy, workers, to_run=False)
+    layout = value.layout(workers)
+    with scratch_folder("memory") as folder:
+        [found] = estimates(command_for(script, args), [value], workers, folder)
+    traced = None
+    try:
+        traced = workload_of_script(script, args)
+        sent = list(exchanges(value, workers, traced))
+    except ShoalError as error:
+        sent = list(exchanges(value, workers, None))
+        print(f"bytes that are sent are not known: {error}", file=sys.stderr)
+    held = list(_held(value, layout, found, traced))
+    lanes = _lanes(value, layout, len(found["servers"]))
+    programs = _CLASSES[class_of(layout)]
+    servers = "; servers run a program of their own" if found["servers"] else ""
+    title = f"{value} on {counted(workers, 'worker')}: {script}"
+    document = {
+        "strategy": str(value),
+        "script": script,
+        "class": programs,
+        "workers": held,
+        "servers": found["servers"],
+        "exchanges": [one._asdict() for one in sent],
+        "five_steps": {lane: dict(zip(STEPS, cells, strict=True)) for lane, cells in lanes.items()},
+    }
+    if svg is not None:
+        write_text(svg, picture(title, held, lanes, sent))
+    rows = [_sent_row(one) for one in sent] or [["nothing", "-", "-", "-"]]
+    steps = [[lane, *cells] for lane, cells in lanes.items()]
+    parts = [
+        f"{programs}{servers}\n",
+        _table_of_held(title, held, found["servers"]),
+        _tp_words(found["roles"]),
+        plain_table("what is sent in a step", ["what", "how", "over ranks", "sent"], rows, left=3),
+        "",
+        plain_table("the five steps of distributed SGD", ["", *STEPS], steps, left=6),
+        f"\n{_NOTE}",
+    ]
+    show(document, parts, as_json, wraps=True)
+
+
+_NOTE = (
+    "forward and backward are bound by compute, the update by memory, the others by links. Sent: "
+    "by one worker in a step, the fullest one; computed from the model's sizes, as plans count it."
+)
+
+
+def _tp_words(roles: Mapping[str, str]) -> str:
+    kinds = ", ".join(f"{number} by {kind}" for kind, number in Counter(roles.values()).items())
+    return f"tp splits layers: {kinds}; each worker has all others whole\n" if kinds else ""
+
+
+def _show_all(as_json: bool) -> None:
+    rows, documents = [], []
+    for text in _ALL:
+        one = as_strategy(text)
+        layout = one.layout({"single": 1, "ddp + pp(2)": 4}.get(text, 2))
+        steps = five_steps(one.sync_for(_with_other_data(layout)))
+        _, _, reduce, update, pull = steps[0]
+        if len(steps) > 1 and steps[1][3] != "-":
+            update = "server"
+        rows.append([text, _letters(*class_of(layout)), reduce, update, pull])
+        documents.append({"strategy": text, "class": rows[-1][1], "steps": steps})
+    title = "Table 11.2.1: single or multiple programs (SP, MP) on single or multiple data (SD, MD)"
+    table = plain_table(title, ["strategy", "class", *STEPS[2:]], rows, left=5)
+    said = [f"{_letters(*key)}  {words}" for key, words in _CLASSES.items()]
+    show({"strategies": documents}, [table, "", *said], as_json, wraps=True)
+
+
+def _letters(programs: bool, data: bool) -> str:
+    return f"{'SM'[programs]}P{'SM'[data]}D"
+
+
+def _places(layout: Layout, rank: int) -> dict[str, int]:
+    sizes = {axis: layout.replicas if axis == "dp" else getattr(layout, axis) for axis in AXES}
+    found = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, sizes[axis])
+    return {axis: found[axis] for axis in AXES if sizes[axis] > 1}
+
+
+def _held(
+    strategy: Strategy, layout: Layout, found: Mapping[str, Any], traced: Subject | None
+) -> Iterator[dict[str, Any]]:
+    """What each worker has: its place on the axes, layers, bytes, and samples."""
+    batches = strategy.sync_for(layout.replicas).batches
+    parts = layout.replicas * layout.ep
+    samples = f"1/{parts} of a batch" if parts > 1 else "all"
+    if traced is not None and parts > 1:
+        samples = f"{-(-traced.batch // parts)} of {traced.batch}"
+    of_all = {Batches.IN_TURNS: "whole batches", Batches.WHOLE_DATASET: f"1/{parts} of all"}
+    samples = of_all.get(batches, samples)
+    samples += f", 1/{layout.cp} of positions" if layout.cp > 1 else ""
+    for rank, memory in enumerate(found["workers"]):
+        places = _places(layout, rank)
+        of_stage = found["held"][places.get("pp", 0)] if found["held"] else {"layers": []}
+        owned = of_stage.get("owned")
+        yield {
+            "worker": rank,
+            **{"axes": places, "layers": of_stage["layers"], "samples": samples},
+            "updates": of_stage["layers"] if owned is None else owned[places.get("dp", 0)],
+            **{kind: memory[kind] for kind in ("parameters", "gradients", "optimizer")},
+        }
+
+
+def exchanges(
+    strategy: Strategy, workers: int, traced: Subject | None
+) -> Iterator[ExplainedExchange]:
+    """Between replicas first, then inside of one, along each axis."""
+    layout = strategy.layout(workers)
+    term = strategy.sync_for(layout.replicas)
+    sync, pulled, inside = _bytes(strategy, workers, traced) if traced else (None, None, {})
+    for way in _WAYS[term.name][1] if layout.replicas > 1 or term.has_servers else ():
+        what, how = way.split(": ")
+        how += f" by {term.collective_algorithm}" if term.collective_algorithm else ""
+        how += f", 1 step of {term.meets_every}" if term.meets_every else ""
+        if getattr(term, "stage", 0) == 3:
+            how = "reduce, all_gather twice"
+        yield ExplainedExchange(what, how, axes(layout, "dp"), pulled if how == "pull" else sync)
+    for (axis, kind), num_bytes in inside.items():
+        what, how = kind.split(": ")
+        yield ExplainedExchange(what, how, axes(layout, axis), num_bytes)
+    for axis in () if inside else ("pp", "ep", "cp", "tp"):
+        if getattr(layout, axis) > 1:
+            yield ExplainedExchange("activations", f"of {axis}", axes(layout, axis), None)
+
+
+def _bytes(
+    strategy: Strategy, workers: int, traced: Subject
+) -> tuple[float, float, dict[tuple[str, str], float]]:
+    """Of the fullest stage, in a step: sent to other replicas, its weights, sent inside its own."""
+    cluster = load_cluster("dgx-a100")
+    node = replace(cluster.node, devices=workers)
+    predictor = Predictor(traced.workload, replace(cluster, node=node, nodes=1))
+    settings = PlanSettings(traced.batch)
+    resolved = resolve_step(traced.workload, strategy, workers, settings)
+    layout, split, microbatches, shape = resolved
+    pricer = predictor.pricer(workers)
+    priced = pricer.price(*resolved)
+    question = predictor.question(pricer, resolved, priced, settings)
+    term = strategy.sync_for(layout.replicas)
+    table, stages = pricer.dealt(layout, split, shape)
+    found: dict[tuple[str, str], float] = {}
+    if layout.pp > 1:
+        found["pp", "activations: send"] = microbatches * max(table.output_bytes[:-1])
+    fullest = max(stages, key=sum)
+    for run, count in enumerate(fullest):
+        cost = traced.workload.cost(run, split)
+        for message in (*cost.forward_messages, *cost.backward_messages):
+            size = getattr(layout, message.axis)
+            times = (2 if message.kind == "all_reduce" else 1) * (size - 1) / size
+            key = (message.axis, f"activations: {message.kind}")
+            found[key] = found.get(key, 0.0) + count * microbatches * times * message.bytes
+    experts = sum(n * p for n, p in zip(fullest, table.expert_parameters, strict=True))
+    for axis, own in (("cp", 0.0), ("ep", experts)):
+        size = getattr(layout, axis)
+        if size > 1:
+            shared = (question.parameters - own) * question.precision.gradient_bytes
+            found[axis, "gradients: all_reduce"] = 2 * (size - 1) / size * shared
+    return price_of(term, question).sent_bytes, question.buffer_bytes, found
+
+
+def _lanes(strategy: Strategy, layout: Layout, servers: int) -> dict[str, list[str]]:
+    """Workers and servers, each with its five steps."""
+    worker, *server = five_steps(strategy.sync_for(_with_other_data(layout)))
+    lanes = {}
+    for rank in range(min(layout.workers, _MOST_WORKERS)):
+        stage = _places(layout, rank).get("pp")
+        lanes[f"worker {rank}" + (f", stage {stage}" if stage is not None else "")] = worker
+    return lanes | {f"server {n}": server[0] for n in range(servers)}
+
+
+def _short(layers: Sequence[str]) -> str:
+    if len(layers) <= 2:
+        return ", ".join(layers) or "-"
+    return f"{layers[0]} to {layers[-1]} ({len(layers)})"
+
+
+def _table_of_held(title: str, held: Sequence[Mapping[str, Any]], servers: list[int]) -> Table:
+    places = list(held[0]["axes"])
+    is_sharded = any(one["updates"] != one["layers"] for one in held)
+    key, head = ("updates", "layers that it updates") if is_sharded else ("layers", "layers")
+    rows = []
+    for one in held[:_MOST_WORKERS]:
+        words = map(str, (one["worker"], *one["axes"].values(), _short(one[key]), one["samples"]))
+        rows.append([*words, *(show_bytes(one[kind]) for kind in ("parameters", "optimizer"))])
+    if len(held) > _MOST_WORKERS:
+        rows.append([f"{len(held) - _MOST_WORKERS} more", *[""] * (len(places) + 4)])
+    blank = [""] * (len(places) + 2)
+    rows += [[f"server {n}", *blank, show_bytes(size), ""] for n, size in enumerate(servers)]
+    heads = ["", *places, head, "samples", "params", "optimizer"]
+    return plain_table(f"who holds what: {title}", heads, rows, left=len(places) + 3)
+
+
+def _groups(over: Sequence[Sequence[int]]) -> str:
+    shown = [f"{{{','.join(map(str, group[:8]))}{',..' * (len(group) > 8)}}}" for group in over[:4]]
+    return " ".join(shown) + (f" and {len(over) - 4} more" if len(over) > 4 else "")
+
+
+def _sent_row(one: ExplainedExchange) -> list[str]:
+    size = "?" if one.sent_bytes is None else show_bytes(one.sent_bytes)
+    return [one.what, one.kind, _groups(one.over), size]
+
+
+_HUES = ("#cfe3f5", "#a9cbe8", "#f6d8a8", "#bfe3cf", "#f2c4cf")  # by step
+_STYLE = ".box{stroke:#9aa5b1}.idle{fill:#fff;stroke:#c3cbd4;stroke-dasharray:4 3}"
+
+
+def picture(
+    title: str,
+    held: Sequence[Mapping[str, Any]],
+    lanes: Lanes,
+    sent: Sequence[ExplainedExchange],
+) -> str:
+    """A row for each worker and server: what it holds, and its five steps; idle ones are white."""
+    body = [drawing.text(24, 34, title, "title")]
+    body += [drawing.text(330 + 130 * n, 66, step, "name") for n, step in enumerate(STEPS)]
+    for row, (lane, cells) in enumerate(lanes.items()):
+        top = 78 + 62 * row
+        body.append(drawing.box((24, top), (290, 52), "box", rx=6, fill="#f1f4f7"))
+        body.append(drawing.text(34, top + 20, lane, "name"))
+        if row < len(held):
+            one = held[row]
+            words = f"{_short(one['layers'])[:34]}: {show_bytes(one['parameters'])}"
+            body.append(drawing.text(34, top + 40, words, "note"))
+        for n, cell in enumerate(cells):
+            idle = cell == "-"
+            fill = None if idle else _HUES[n]
+            corner = (330 + 130 * n, top)
+            body.append(drawing.box(corner, (122, 52), "idle" if idle else "box", rx=6, fill=fill))
+            body.append(drawing.text(corner[0] + 8, top + 31, "" if idle else cell, "note"))
+    bottom = 78 + 62 * len(lanes) + 22
+    for n, one in enumerate(sent):
+        words = "{}: {} over {}: {} a worker".format(*_sent_row(one))
+        body.append(drawing.text(24, bottom + 20 * n, words, "note"))
+    return drawing.document(
+        title, (1000, bottom + 20 * len(sent) + 10), drawing.WORDS + _STYLE, body, "#fff"
+    )

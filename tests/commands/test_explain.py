@@ -1,0 +1,133 @@
+"""`shoal explain`: who holds what, who sends what to whom, and the five steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from shoal.commands.explain import STEPS, class_of, five_steps
+from shoal.strategy.strategy import as_strategy
+from shoal.strategy.terms import _SYNC
+from tests import scripts
+from tests.commands.terminal import document_of, shoal
+from tests.scripts import shoal as shoal_process
+
+
+def explained(tmp_path: Path, strategy: str, workers: int, script: str = scripts.DEEP) -> Any:
+    (tmp_path / "train.py").write_text(script)
+    words = ("explain", strategy, "train.py", "-n", str(workers), "--json")
+    done = shoal_process(*words, "--svg", "it.svg", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    ElementTree.parse(tmp_path / "it.svg")
+    return json.loads(done.stdout)
+
+
+def test_a_hybrid(tmp_path: Path) -> None:
+    found = explained(tmp_path, "ddp + pp(2)", 4)
+    assert "MPMD" in found["class"]
+    assert [one["axes"] for one in found["workers"]] == [
+        {"dp": dp, "pp": pp} for dp in (0, 1) for pp in (0, 1)
+    ]
+    first, second = (one["layers"] for one in found["workers"][:2])
+    assert first and second and not set(first) & set(second)
+    gradients, activations = found["exchanges"]
+    assert (gradients["kind"], gradients["over"]) == ("all_reduce", [[0, 2], [1, 3]])
+    assert (activations["kind"], activations["over"]) == ("send", [[0, 1], [2, 3]])
+    # two replicas: each sends its gradients once; a micro-batch of 3 rows, 4 of them
+    assert gradients["sent_bytes"] == pytest.approx(
+        max(one["parameters"] for one in found["workers"]), rel=0.25
+    )
+    assert found["five_steps"]["worker 3, stage 1"]["push, reduce"] == "all-reduce"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("strategy", "sent", "updates_all"),
+    [
+        ("ddp", [("all_reduce", 1.5)], True),
+        ('ddp(compress="bf16")', [("all_reduce", 0.75)], True),
+        ("zero(1)", [("reduce, broadcast", 1.5)], False),
+        ("zero(3)", [("reduce, all_gather twice", 2.25)], False),
+        ("ps(servers=2)", [("push", 1.0), ("pull", 1.0)], True),
+        ('ps(mode="async", compress="bf16")', [("push", 0.5), ("pull", 1.0)], True),
+        ("gossip", [("send to neighbours", 2.0)], True),
+        ("localsgd(every=4)", [("all_reduce, 1 step of 4", 1.5 / 4)], True),
+        ("mapreduce", [("reduce, broadcast", 1.5)], True),
+        ("hogwild", [], True),
+    ],
+)
+def test_bytes_in_weights(
+    tmp_path: Path, strategy: str, sent: list[tuple[str, float]], updates_all: bool
+) -> None:
+    """What each of four workers sends, in units of the weights; the small model has headers."""
+    found = explained(tmp_path, strategy, 4)
+    assert [one["kind"] for one in found["exchanges"]] == [kind for kind, _ in sent]
+    whole = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
+    for exchange, (_, times) in zip(found["exchanges"], sent, strict=True):
+        assert exchange["sent_bytes"] == pytest.approx(times * whole, rel=0.35)
+        assert exchange["over"] == [[0, 1, 2, 3]]
+    updates = [set(one["updates"]) for one in found["workers"]]
+    assert (updates[0] == set(found["workers"][0]["layers"])) == updates_all
+    assert set.union(*updates) == set(found["workers"][0]["layers"])
+
+
+WIDTHS = [6, 20, 16, 18, 14, 16, 12, 18, 3]  # of scripts.DEEP
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("words", "axis"), [(["tp(2)", "gpt", "-n", "4"], "tp"), (["ddp + cp(2)", "gpt"], "cp")]
+)
+def test_splits_of_gpt(tmp_path: Path, words: list[str], axis: str) -> None:
+    done = shoal_process("explain", *words, "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    inside = [one for one in found["exchanges"] if one["over"] == [[0, 1], [2, 3]]]
+    assert inside and all(one["sent_bytes"] > 0 for one in inside)
+    assert set(found["workers"][0]["axes"]) == {"dp", axis}
+
+
+@pytest.mark.parametrize("kind", [kind.__name__.lower() for kind in _SYNC])
+def test_every_way_to_synchronize_has_five_steps(kind: str) -> None:
+    for lane in five_steps(as_strategy(kind).sync_for(1)):
+        assert len(lane) == len(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "several"),
+    [
+        ("single", 1, (False, False)),
+        ("ddp", 2, (False, True)),
+        ("tp(2)", 2, (True, False)),
+        ("pp(2)", 2, (True, False)),
+        ("ddp + pp(2)", 4, (True, True)),
+        ("pp(2)", 4, (True, True)),
+    ],
+)
+def test_programs_and_data(strategy: str, workers: int, several: tuple[bool, bool]) -> None:
+    assert class_of(as_strategy(strategy).layout(workers)) == several
+
+
+def test_all_strategies_in_one_table() -> None:
+    found = {one["strategy"]: one["class"] for one in document_of("explain")["strategies"]}
+    assert found["ddp"] == "SPMD" and found["ddp + pp(2)"] == "MPMD" and found["tp(2)"] == "MPSD"
+    shown = shoal("explain").stdout
+    assert max(map(len, shown.splitlines())) <= 80 and "Table 11.2.1" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["ddp + pp(3)", "-n", "4"], "needs a multiple of 3 workers"),
+        (["dpp"], "unknown strategy 'dpp'"),
+        (["ddp", "nothing.py"], "there is no script 'nothing.py' here"),
+        (["--svg", "x.svg"], "--svg draws one strategy"),
+    ],
+)
+def test_what_cannot_be_explained(words: list[str], why: str) -> None:
+    answer = shoal("explain", *words)
+    assert (answer.exit_code, answer.stdout) == (2, "") and why in answer.stderr
