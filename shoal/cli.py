@@ -32,6 +32,7 @@ COMMANDS = {
     "memory": "memory.memory",
     "explain": "explain.explain",
     "compare": "compare.compare",
+    "scale": "scale.scale",
     "predict": "predict.predict",
     "simulate": "simulate.simulate",
     "plan": "plan.plan",

@@ -89,7 +89,7 @@ def compare(
     with ending_by_exception(), scratch_folder("compare") as folder:
         groups = alternating(names, workers, folder, steps, apart)
         comparison = Comparison(target, config, groups, folder, steps)
-        outcomes = _by_strategy(comparison)
+        outcomes = by_strategy(comparison)
     document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
     document |= {"complete": not comparison.ended, "runs": [one.to_json() for one in outcomes]}
     length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
@@ -104,7 +104,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _by_strategy(comparison: Comparison) -> list[RunOutcome]:
+def by_strategy(comparison: Comparison) -> list[RunOutcome]:
     """What the whole run of each strategy came to, with the speed of all of its runs."""
     found = comparison.measure()
     compared = speed_ups(found)

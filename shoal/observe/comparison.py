@@ -55,7 +55,8 @@ class RunOutcome:
     `loss` is the latest of job.evaluate, if its metric has a "loss", else the training loss: the
     mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over workers
     of what each sent in the whole run. Speeds and fractions of
-    time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth of the
+    time (`computing`, `waiting` for others, of which `exposed` is communication, `idle`: the rest)
+    leave out the first fifth of the
     steps, and are means over workers (`samples_per_s`, `cpu_s_per_step`: the sum). `speed_ups` are
     steps_per_s of each run over those of single just before and just behind it, `speed_up` is
     their median, where they agree and workers can be that fast.
@@ -81,6 +82,7 @@ class RunOutcome:
     bytes_sent: float | None = None
     computing: float | None = None
     waiting: float | None = None
+    exposed: float | None = None
     idle: float | None = None
     loss_difference: float | None = None
     loss_gap: float | None = None
@@ -191,6 +193,7 @@ def outcome_of(
         bytes_sent=_mean(_sent(run, reports)),
         computing=_mean([t.computing for t in times]),
         waiting=_mean([t.communication for t in times]),
+        exposed=_mean([t.exposed for t in times]),
         idle=_mean([t.loading + t.other for t in times]),
         loss_difference=_difference(reports[0]["losses"], base_losses) if comparable else None,
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,

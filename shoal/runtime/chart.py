@@ -1,10 +1,11 @@
-"""Charts: lines as SVG, bars in the terminal."""
+"""Charts: lines as SVG and in the terminal; bars in the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, pairwise
 
 from shoal.runtime import svg
 
@@ -13,6 +14,7 @@ Points = Sequence[tuple[float, float]]
 Show = Callable[[float], str]
 _LEFT, _TOP, _WIDE, _HIGH, _NAMES = 90, 64, 560, 340, 170  # pixels
 _MOST_MARKS = 14
+_TEXT_WIDE, _TEXT_HIGH, _TEXT_MARKS = 58, 14, ("●○", "■□", "▲△", "◆◇")
 _STYLE = """.axis{stroke:#9aa5b1;fill:none}.grid{stroke:#e3e8ed;fill:none}
 .line{stroke-width:2.5;fill:none}"""
 
@@ -24,10 +26,11 @@ class Axis:
     name: str
     show: Show = "{:g}".format
     is_log: bool = False
+    base: float | None = None  # of a logarithm; None: 10 where values are far apart, else 2
 
     def marks(self, low: float, high: float) -> list[float]:
         if self.is_log:
-            base = 10.0 if high / low > 100 else 2.0
+            base = self.base or (10.0 if high / low > 100 else 2.0)
             first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
             return [base**power for power in range(first, max(last, first + 1) + 1)]
         step = 10 ** math.floor(math.log10(high or 1.0))
@@ -42,12 +45,12 @@ class Axis:
 
 
 def line_chart(title: str, across: Axis, up: Axis, series: Mapping[str, Points]) -> str:
-    """A line for each series; the name stands at its end. A name that begins with ~ is dashed."""
-    points = [point for line in series.values() for point in line]
-    xs, ys = zip(*points, strict=True)
-    columns, rows = across.marks(min(xs), max(xs)), up.marks(min(ys), max(ys))
-    if 1 < len(set(xs)) <= _MOST_MARKS:  # then each has a mark
-        columns = sorted(set(xs) | ({0.0} if not across.is_log else set()))
+    """A line for each series; the name stands at its end.
+
+    A name that begins with ~ is dashed, in the colour of that without it.
+    """
+    columns, rows = _marks(across, up, series)
+    hues = {name: n for n, name in enumerate(dict.fromkeys(map(_plain, series)))}
 
     def at(x: float, y: float) -> tuple[float, float]:
         right, above = across.place(x, columns), up.place(y, rows)
@@ -64,7 +67,8 @@ def line_chart(title: str, across: Axis, up: Axis, series: Mapping[str, Points])
         body.append(svg.text(x, y + 22, across.show(mark), "note", text_anchor="middle"))
     body.append(svg.text(_LEFT + _WIDE / 2, _TOP + _HIGH + 46, across.name, "note"))
     ends = _spread({name: at(*line[-1])[1] for name, line in series.items()})
-    for number, (name, line) in enumerate(series.items()):
+    for name, line in series.items():
+        number = hues[_plain(name)]
         hue = HUES[number % len(HUES)]
         places = [at(*point) for point in line]
         d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
@@ -74,9 +78,63 @@ def line_chart(title: str, across: Axis, up: Axis, series: Mapping[str, Points])
         where = (_LEFT + _WIDE + 24, ends[name] + 4)
         body.append(svg.path(f"M{places[-1][0]:.1f} {places[-1][1]:.1f}L{where[0] - 4} "
                              f"{ends[name]:.1f}", "axis", stroke_dasharray="2 3"))  # fmt: skip
-        body.append(svg.text(*where, name.removeprefix("~"), style=f"font-size:13px;fill:{hue}"))
+        body.append(svg.text(*where, _shown(name, series), style=f"font-size:13px;fill:{hue}"))
     size = (_LEFT + _WIDE + _NAMES, _TOP + _HIGH + 66)
     return svg.document(title, size, svg.WORDS + _STYLE, body, "#fff")
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("~")
+
+
+def _shown(name: str, series: Mapping[str, Points]) -> str:
+    """A dashed line beside that of the same name is its prediction."""
+    return (
+        f"{_plain(name)}, predicted" if name[0] == "~" and _plain(name) in series else _plain(name)
+    )
+
+
+def _marks(across: Axis, up: Axis, series: Mapping[str, Points]) -> tuple[list[float], list[float]]:
+    """Of the axis across, one for each value where these are few, and of that upwards."""
+    xs, ys = zip(*(point for line in series.values() for point in line), strict=True)
+    columns = across.marks(min(xs), max(xs))
+    if 1 < len(set(xs)) <= _MOST_MARKS:
+        columns = sorted(set(xs) | ({0.0} if not across.is_log else set()))
+    return columns, up.marks(min(ys), max(ys))
+
+
+def text_chart(across: Axis, up: Axis, series: Mapping[str, Points]) -> list[str]:
+    """A mark for each point, hollow for ~, and dots from point to point of the last series."""
+    columns, rows = _marks(across, up, series)
+    wide, high = _TEXT_WIDE, max(_TEXT_HIGH, len(rows) - 1)
+    grid = [[" "] * (wide + 1) for _ in range(high + 1)]
+
+    def at(x: float, y: float) -> tuple[int, int]:
+        return high - round(high * up.place(y, rows)), round(wide * across.place(x, columns))
+
+    *others, (last, dotted) = series.items()
+    places = [at(*point) for point in dotted]
+    for (y, x), (end_y, end_x) in pairwise(places):
+        for column in range(x, end_x + 1):
+            grid[round(y + (end_y - y) * (column - x) / max(1, end_x - x))][column] = "·"
+    shapes = dict(zip(dict.fromkeys(map(_plain, series)), cycle(_TEXT_MARKS), strict=False))
+    marks = {name: shapes[_plain(name)][name[0] == "~"] for name, _ in others}
+    for name, line in reversed(others):
+        for y, x in (at(*point) for point in line):
+            grid[y][x] = marks[name]
+    labels = {at(columns[0], mark)[0]: up.show(mark) for mark in rows}
+    edge = max(map(len, labels.values()))
+    lines = [f"{labels.get(n, ''):>{edge}} │{''.join(row)}".rstrip() for n, row in enumerate(grid)]
+    below = ""
+    for mark in columns:
+        word, start = across.show(mark), at(mark, rows[0])[1]
+        if not below or start > len(below):
+            below = f"{below:<{start}}{word}"
+    legend = [f"{mark} {_shown(name, series)}" for name, mark in marks.items()]
+    indent = " " * (edge + 2)
+    said = "   ".join([*legend, f"· {_plain(last)}"])
+    lines += [f"{' ' * edge} └{'─' * wide}", f"{indent}{below} {across.name}"]
+    return [f"{indent}{up.name}", *lines, f"{indent}{said}"]
 
 
 def _spread(wanted: Mapping[str, float], least: float = 16.0) -> dict[str, float]:
