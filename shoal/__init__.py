@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.train.map_reduce import map_reduce as map_reduce
     from shoal.train.step.step import Step as Step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "Batch": "data",

@@ -42,3 +42,10 @@ def _in_package(name: str) -> bool:
 
 def test_every_public_name_can_be_loaded() -> None:
     assert [name for name in dir(shoal) if getattr(shoal, name, None) is None] == []
+
+
+def test_one_version() -> None:
+    root = SHOAL.parent
+    (released,) = re.findall(r'^version = "(.*)"$', (root / "pyproject.toml").read_text(), re.M)
+    latest = re.findall(r"^## ([\d.]+)", (root / "CHANGELOG.md").read_text(), re.M)[0]
+    assert shoal.__version__ == released == latest
