@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,7 @@ def test_a_script_that_does_not_train_is_refused(tmp_path: Path) -> None:
 
 def write_script(folder: Path) -> None:
     """The one in docs/workloads.md: an operator of 16 GB and one of 1 GB."""
-    blocks = WORKLOADS.read_text().split("```python\n")[1:]
-    [script] = [block.split("```")[0] for block in blocks if "shoal.run(train)" in block]
+    (script,) = re.findall(r'```python title="big.py"\n(.*?)```', WORKLOADS.read_text(), re.DOTALL)
     (folder / "big.py").write_text(script)
 
 

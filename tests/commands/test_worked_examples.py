@@ -69,7 +69,7 @@ def test_a_reduce_scatter_leaves_p_minus_1_vectors_redundant() -> None:
 
 @pytest.mark.whole
 def test_an_operator_of_16_gb_needs_two_devices_of_10_gb(tmp_path: Path) -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (source,) = re.findall(r'```python title="big.py"\n(.*?)```', PAGE, re.DOTALL)
     (tmp_path / "big.py").write_text(source)
     alone = scripts.shoal("memory", "big.py", "--limit", "10GB", cwd=tmp_path)
     assert alone.returncode == 1

@@ -33,6 +33,7 @@ from pathlib import Path
 import safetensors.torch, torch, shoal
 from torch import nn
 PAD = -1
+torch.manual_seed(0)
 Net = lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 model = Net()
 net = Net()
@@ -42,8 +43,10 @@ inputs = torch.randn(8, 6)
 accuracy = lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()
 dataset = torch.utils.data.TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
 train_set = test_set = dataset
-os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost") if ALONE else None
-os.environ.setdefault("MASTER_PORT", str(PORT)) if ALONE else None
+if ALONE:
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=port)
 """
 COORDINATOR = """
 import shoal.coordinator.client as client
@@ -69,7 +72,6 @@ def program(block: Block) -> str:
     """The block as a script, with what it leaves to the reader around it."""
     text = block.text
     before = AROUND.replace("ALONE", str("init_process_group" in text))
-    before = before.replace("PORT", "socket.create_server(('localhost', 0)).getsockname()[1]")
     before += COORDINATOR if "open_coordinator" in text else ""
     before += TRAINER if "Trainer(" in text else ""
     before += SAVED if "load_file" in text else ""
