@@ -226,6 +226,9 @@ def notes(cluster: Cluster) -> list[str]:
         found.append(f"Stragglers: {share} are {noise.straggler_slowdown:g} times slower.")
     node = cluster.node
     links = [one for one in (node.fabric, node.pcie, node.socket_link, node.nic) if one]
+    wires = () if cluster.device.synchronous else filter(None, (node.fabric, node.pcie))
+    if both := ", ".join(f"{one.name} {show_bytes(2 * one.bytes_per_s)}/s" for one in wires):
+        found.append(f"Rates are of one direction; both directions together: {both}.")
     parts: list[Device | LinkSpec] = [cluster.device, *dict.fromkeys(links)]
     assumed = [
         f"{'all' if part.source == 'assumed' else ', '.join(part.assumed)} of {part.name}"

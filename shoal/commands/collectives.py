@@ -196,7 +196,7 @@ def _show_one(
     if proven:
         parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
-        parts.append(_ring_against_star(prices_by_kind["all_reduce"]))
+        parts.append(_ring_against_star(prices_by_kind["all_reduce"], cost))
     costs = asdict(cost)
     document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": proven}
     show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
@@ -286,16 +286,24 @@ def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Link) -> Grid:
     return _fastest_first(title, [*heads, "sent\ntotal", "extra\nmemory"], rows, left=1)
 
 
-def _ring_against_star(prices: list[Price]) -> str:
+def _ring_against_star(prices: list[Price], cost: Link) -> str:
+    """And why textbooks have other numbers: they count 2NZ, (N-1)Z, or one way round a ring."""
     by_name = {one.algorithm: one for one in prices}
-    ring, star = by_name["ring"], by_name["star"]
+    ring, star, slow = (by_name[name] for name in ("ring", "star", "slow_ring"))
+    ranks, num_bytes = ring.ranks, ring.num_bytes
     if not ring.busiest_bytes:
         return ""
     times = star.busiest_bytes / ring.busiest_bytes
+    least, twice = (show_bytes(times * num_bytes) for times in (ranks - 1, 2 * ranks))
+    one_way = show_seconds(ranks * num_bytes * cost.beta_s_per_byte)
     return (
         f"\nRing against star: both send {show_bytes(star.sent_total_bytes)} in all, but the root "
         f"of the star carries {show_bytes(star.busiest_bytes)} through its port, {times:.3g} times "
-        f"the {show_bytes(ring.busiest_bytes)} of every rank of the ring."
+        f"the {show_bytes(ring.busiest_bytes)} of every rank of the ring.\nSent in all: 2(N-1)Z; "
+        f"2NZ, {twice}, would have the root send to itself. At least (N-1)Z, {least}, have to move "
+        "to be added up; as much again spreads the sum, and stays as redundant memory.\nslow_ring: "
+        f"{slow.rounds} rounds, {show_seconds(slow.time_s)}, there and back; m·d/b, {one_way}, is "
+        f"{ranks} rounds, once around."
     )
 
 

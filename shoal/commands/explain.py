@@ -35,11 +35,11 @@ _ALL = (
     *("gossip", "localsgd", "hogwild", "tp(2)", "pp(2)", "ep(2)", "cp(2)", "ddp + pp(2)"),
 )
 _MOST_WORKERS = 12  # rows that are shown
-_CLASSES = {  # of table 11.2.1: whether programs, and data, are several
-    (False, False): "single program, single data: one device",
-    (False, True): "single program, multiple data (SPMD): data parallelism",
-    (True, False): "multiple programs, single data: model parallelism",
-    (True, True): "multiple programs, multiple data (MPMD): hybrid parallelism",
+_CLASSES = {  # of table 11.2.1
+    "SPSD": "single program, single data: one device",
+    "SPMD": "single program, multiple data: data parallelism",
+    "MPSD": "multiple programs, single data: model parallelism",
+    "MPMD": "multiple programs, multiple data: hybrid parallelism",
 }
 
 
@@ -75,9 +75,10 @@ def _with_other_data(layout: Layout) -> int:
     return layout.replicas * layout.ep * layout.cp
 
 
-def class_of(layout: Layout) -> tuple[bool, bool]:
+def class_of(layout: Layout) -> str:
     """Whether workers run several programs (parts of the model), and on several data."""
-    return layout.tp * layout.pp * layout.ep > 1, _with_other_data(layout) > 1
+    several = layout.tp * layout.pp * layout.ep > 1, _with_other_data(layout) > 1
+    return "{}P{}D".format(*("SM"[is_so] for is_so in several))
 
 
 class ExplainedExchange(NamedTuple):
@@ -122,7 +123,7 @@ def explain(
         print(f"bytes that are sent are not known: {error}", file=sys.stderr)
     held = list(_held(value, layout, found, traced))
     lanes = _lanes(value, layout, len(found["servers"]))
-    programs = _CLASSES[class_of(layout)]
+    programs = f"{class_of(layout)}: {_CLASSES[class_of(layout)]}"
     servers = "; servers run a program of their own" if found["servers"] else ""
     title = f"{value} on {counted(workers, 'worker')}: {script}"
     document = {
@@ -152,7 +153,8 @@ def explain(
 
 _NOTE = (
     "forward and backward are bound by compute, the update by memory, the others by links. Sent: "
-    "by one worker in a step, the fullest one; computed from the model's sizes, as plans count it."
+    "by one worker in a step, the fullest one, as plans count it. Workers and ranks count from 0: "
+    "device 1 of a textbook is worker 0."
 )
 
 
@@ -170,16 +172,12 @@ def _show_all(as_json: bool) -> None:
         _, _, reduce, update, pull = steps[0]
         if len(steps) > 1 and steps[1][3] != "-":
             update = "server"
-        rows.append([text, _letters(*class_of(layout)), reduce, update, pull])
+        rows.append([text, class_of(layout), reduce, update, pull])
         documents.append({"strategy": text, "class": rows[-1][1], "steps": steps})
     title = "Table 11.2.1: single or multiple programs (SP, MP) on single or multiple data (SD, MD)"
     table = plain_table(title, ["strategy", "class", *STEPS[2:]], rows, left=5)
-    said = [f"{_letters(*key)}  {words}" for key, words in _CLASSES.items()]
+    said = [f"{key}  {words}" for key, words in _CLASSES.items()]
     show({"strategies": documents}, [table, "", *said], as_json, wraps=True)
-
-
-def _letters(programs: bool, data: bool) -> str:
-    return f"{'SM'[programs]}P{'SM'[data]}D"
 
 
 def _places(layout: Layout, rank: int) -> dict[str, int]:

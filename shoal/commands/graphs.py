@@ -19,6 +19,7 @@ from shoal.strategy.options import GRAPHS
 
 MOST_IN_PICTURE = 64
 _WIDE, _HIGH, _COLUMNS, _RADIUS = 230, 258, 4, 82  # pixels of a graph in the picture
+_SAYS = "\nComputed from the mixing matrix; a run prints the distance between its replicas."
 _STYLE = """.edge{stroke:#7b8794;stroke-width:1.2;fill:none}.node{fill:#0072b2}
 .later{stroke:#c3cbd4;stroke-dasharray:4 3;fill:none}"""
 
@@ -59,13 +60,7 @@ def graphs(
     if svg is not None:
         write_text(svg, picture({one["graph"]: found[one["graph"]] for one in rows}, workers))
     document = {"workers": workers, "bytes": num_bytes, "graphs": rows, "left_out": left_out}
-    show(document, [_table(rows, workers, num_bytes), *left_out, "", _SAYS], as_json, wraps=True)
-
-
-_SAYS = (
-    "All of it is computed from the mixing matrix; a run prints the distance between replicas. "
-    "ddp sends 2(N-1)/N of the parameters from each worker, and all are equal after every step."
-)
+    show(document, [_table(rows, workers, num_bytes), *left_out, _SAYS], as_json, wraps=True)
 
 
 def _document(name: str, mixing: Mixing, num_bytes: int) -> dict[str, Any]:

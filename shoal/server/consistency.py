@@ -79,7 +79,8 @@ def quorum_in_words(rule: Rule, counts: str = "worker", takes_back: bool = False
         return f"{of}: each step leaves behind up to {counted(left, 'straggler')}"
     if takes_back:
         return f"{of}: a step waits for all workers, and while some are away for all that are there"
-    return f"{of}: no straggler is left behind"
+    fewer = f"; quorum={rule.workers - 1} leaves one" if rule.workers > 2 else ""
+    return f"{of}: no straggler is left behind{fewer}"
 
 
 class ImpossiblePush(ValueError):

@@ -22,6 +22,7 @@ def test_every_level_is_shown_in_bits_and_bytes() -> None:
     assert "8 x InfiniBand HDR: 200 Gb/s = 25 GB/s each" in shown
     assert "NVLink 3: 2.4 Tb/s = 300 GB/s a device" in shown
     assert "PCIe 4.0 x16: 256 Gb/s = 32 GB/s" in shown
+    assert "both directions together: NVLink 3 600 GB/s, PCIe 4.0 x16 64 GB/s." in shown
     assert "The narrowest cut is between racks" in shown
 
 

@@ -36,6 +36,8 @@ def test_the_table_shows_ring_against_star_as_the_notes_tell_it() -> None:
     assert "8.00" in lines["star"] and "1.00" in lines["ring"]
     assert "the root of the star carries 1.4 GB" in shown.stdout
     assert "8 times the 175 MB of every rank of the ring" in shown.stdout
+    assert "2NZ, 1.6 GB," in shown.stdout and "(N-1)Z, 700 MB," in shown.stdout
+    assert "slow_ring: 14 rounds, 140 ms, there and back; m·d/b, 80 ms," in shown.stdout
 
 
 def test_the_table_has_every_algorithm_sorted_and_the_winner_marked() -> None:

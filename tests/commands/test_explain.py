@@ -29,7 +29,7 @@ def explained(tmp_path: Path, strategy: str, workers: int, script: str = scripts
 
 def test_a_hybrid(tmp_path: Path) -> None:
     found = explained(tmp_path, "ddp + pp(2)", 4)
-    assert "MPMD" in found["class"]
+    assert found["class"].startswith("MPMD")
     assert [one["axes"] for one in found["workers"]] == [
         {"dp": dp, "pp": pp} for dp in (0, 1) for pp in (0, 1)
     ]
@@ -38,7 +38,7 @@ def test_a_hybrid(tmp_path: Path) -> None:
     gradients, activations = found["exchanges"]
     assert (gradients["kind"], gradients["over"]) == ("all_reduce", [[0, 2], [1, 3]])
     assert (activations["kind"], activations["over"]) == ("send", [[0, 1], [2, 3]])
-    # two replicas: each sends its gradients once; a micro-batch of 3 rows, 4 of them
+    # of two replicas each sends its gradients once
     assert gradients["sent_bytes"] == pytest.approx(
         max(one["parameters"] for one in found["workers"]), rel=0.25
     )
@@ -98,18 +98,18 @@ def test_every_way_to_synchronize_has_five_steps(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers", "several"),
+    ("strategy", "workers", "expected"),
     [
-        ("single", 1, (False, False)),
-        ("ddp", 2, (False, True)),
-        ("tp(2)", 2, (True, False)),
-        ("pp(2)", 2, (True, False)),
-        ("ddp + pp(2)", 4, (True, True)),
-        ("pp(2)", 4, (True, True)),
+        ("single", 1, "SPSD"),
+        ("ddp", 2, "SPMD"),
+        ("tp(2)", 2, "MPSD"),
+        ("pp(2)", 2, "MPSD"),
+        ("ddp + pp(2)", 4, "MPMD"),
+        ("pp(2)", 4, "MPMD"),
     ],
 )
-def test_programs_and_data(strategy: str, workers: int, several: tuple[bool, bool]) -> None:
-    assert class_of(as_strategy(strategy).layout(workers)) == several
+def test_programs_and_data(strategy: str, workers: int, expected: str) -> None:
+    assert class_of(as_strategy(strategy).layout(workers)) == expected
 
 
 def test_all_strategies_in_one_table() -> None:
