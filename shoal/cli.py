@@ -33,6 +33,7 @@ COMMANDS = {
     "explain": "explain.explain",
     "compare": "compare.compare",
     "scale": "scale.scale",
+    "report": "report.report",
     "predict": "predict.predict",
     "simulate": "simulate.simulate",
     "plan": "plan.plan",

@@ -28,7 +28,7 @@ LAYERS = [
     ["data"],
     ["train"],
     ["calibration", "observe"],
-    ["launch.rank", "integrations", "examples"],
+    ["launch.rank", "integrations", "examples", "report_page"],
     ["commands", "planning", "cli", "__main__"],
 ]
 # the planner and the runtime both stand on the schedules and do not know each other

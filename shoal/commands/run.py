@@ -15,11 +15,12 @@ import typer
 from shoal.cluster.presets import load_cluster
 from shoal.commands import launching, options
 from shoal.commands.output import show
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.runtime.checkpoint_folders import MANIFEST
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
-from shoal.strategy.strategy import as_strategy
+from shoal.runtime.wording import say
+from shoal.strategy.strategy import Strategy, as_strategy
 
 
 @options.with_fields
@@ -63,7 +64,24 @@ def recorded(
         from shoal.commands.subject import named_cluster
 
         known["cluster"] = cluster_text(named_cluster(cluster))
+        known["prediction"] = _predicted(command, strategy, workers, cluster)
     return known
+
+
+def _predicted(
+    command: Sequence[str], strategy: Strategy, workers: int, cluster: str
+) -> dict[str, Any] | None:
+    from shoal.commands.subject import named_cluster, workload_of_command  # only where needed
+    from shoal.plan.predict import PlanSettings, predict
+
+    try:
+        subject = workload_of_command(command)
+        hardware = named_cluster(cluster).of_size(workers)
+        settings = PlanSettings(subject.batch)
+        return predict(subject.workload, hardware, strategy, workers, settings).as_dict()
+    except ShoalError as error:
+        say(f"the record has no prediction: {error}")
+        return None
 
 
 def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> RunConfig:

@@ -34,8 +34,11 @@ class Subject:
 
 def workload_of_script(script: str, args: Sequence[str] | None = None) -> Subject:
     """Run a script, or an example, up to its first step, on tensors without memory."""
-    run = partial(run_quietly, command_for(script, args))
-    return Subject(*traced(config_for(as_strategy("single")), run))
+    return workload_of_command(command_for(script, args))
+
+
+def workload_of_command(command: Sequence[str]) -> Subject:
+    return Subject(*traced(config_for(as_strategy("single")), partial(run_quietly, command)))
 
 
 _NETWORK_ALPHA_S = 5e-6

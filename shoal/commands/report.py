@@ -1,0 +1,37 @@
+"""`shoal report`: a page of one recorded run, or of several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.commands import options
+from shoal.commands.launching import check_folder
+from shoal.commands.output import show, write_text
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="DIR…", help="Folders of `shoal run … --record DIR`.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the page.")
+    ] = Path("report.html"),
+    as_json: options.Json = False,
+) -> None:
+    """Write a page about recorded runs, for any browser, without a network.
+
+    Timeline, loss, where the time went, traffic, and what the strategy counts. Several runs are
+    shown side by side.
+    """
+    check_folder(out, "the page")
+    from shoal.report_page.page import page  # only when the options are right
+    from shoal.report_page.record import RecordedRun
+
+    text = page([RecordedRun.read(folder) for folder in runs])
+    write_text(out, text)
+    size = f"{len(text.encode()) / 1e6:.1f} MB"
+    document = {"page": str(out), "runs": list(map(str, runs)), "bytes": len(text.encode())}
+    show(document, [f"page: {out} ({size}; open it in a browser)"], as_json)

@@ -1,0 +1,345 @@
+"""What the page says about a run, section by section, as data."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from shoal.cluster.drawing import cluster_svg
+from shoal.cluster.units import show_bytes, show_seconds
+from shoal.errors import BadInput
+from shoal.observe.time_shares import shown_parts
+from shoal.report_page.prediction import compared
+from shoal.report_page.record import RecordedRun
+from shoal.report_page.schedules import animations
+from shoal.report_page.traffic import link_loads, matrix
+from shoal.runtime import trace
+from shoal.runtime.trace import Span, name_of
+from shoal.runtime.wording import counted
+
+Items = Iterable[dict[str, Any]]
+_MOST_POINTS = 4000  # of a line
+_MOST_LINES = 16
+_MOST_RUNS_OF_ROWS = 20
+
+
+def about(run: RecordedRun) -> Items:
+    report = run.report
+    rate = report.get("samples_per_s")
+    script = " ".join(map(str, report.get("script") or []))
+    lost = [f"worker {one['rank']} after {one['after_s']:.1f} s" for one in report["lost"]]
+    back = [f"worker {one['rank']}" for one in report["came_back"]]
+    servers = f", {counted(report['servers'], 'server')}" if report.get("servers") else ""
+    facts = {
+        "script": script.removeprefix("-m "),
+        "strategy": report["strategy"],
+        "workers": f"{run.workers}{servers}",
+        "steps": report["steps"],
+        "training": _span_s(run),
+        "samples/s": f"{rate:,.0f}" if isinstance(rate, float) else "",
+        "slowed down": ", ".join(report.get("slow") or []),
+        "lost": ", ".join(lost),
+        "came back": ", ".join(back),
+        "evaluated": _evaluated(run),
+    }
+    yield {"type": "facts", "rows": [[k, str(v)] for k, v in facts.items() if v not in ("", None)]}
+
+
+def _span_s(run: RecordedRun) -> str:
+    first, last = run.training
+    return f"{(last - first) / 1e9:.2f} s (the whole run: {run.report['seconds']:.1f} s)"
+
+
+def _evaluated(run: RecordedRun) -> str:
+    values = run.ranks[0].get("evaluated") or {} if run.ranks else {}
+    return ", ".join(f"{name or 'metric'} {value:.4g}" for name, value in values.items())
+
+
+# ------------------------------------------------------------------------------ timeline, loss
+
+
+def timeline(run: RecordedRun) -> Items:
+    """Columns of whole µs, and texts once each: 100,000 spans are some MB."""
+    kinds: dict[str, int] = {}
+    texts: dict[str, int] = {"": 0}
+    rows = []
+    for process, spans in run.spans.items():
+        tracks: dict[str, list[Span]] = {}
+        for span in spans:
+            if span.track != trace.ISSUED:  # moments, which the waits tell of
+                tracks.setdefault(span.track.split(" ")[0], []).append(span)
+        for track in sorted(tracks, key=lambda name: (name == "steps", name != "main", name)):
+            own = sorted(tracks[track], key=lambda s: (s.start_ns, -s.end_ns))
+            rows.append(
+                {
+                    "process": name_of(process),
+                    "track": track,
+                    "start": [s.start_ns // 1000 for s in own],
+                    "length": [max(0, s.end_ns - s.start_ns) // 1000 for s in own],
+                    "kind": [kinds.setdefault(s.kind, len(kinds)) for s in own],
+                    "text": [texts.setdefault(_words(s), len(texts)) for s in own],
+                }
+            )
+    if not any(row["start"] for row in rows):
+        return
+    view = [moment // 1000 for moment in run.training]
+    yield {"type": "timeline", "rows": rows, "kinds": [*kinds], "texts": [*texts], "view": view}
+
+
+def _words(span: Span) -> str:
+    parts = [span.detail]
+    if span.microbatch is not None:
+        parts.append(f"micro-batch {span.microbatch}")
+    if span.bytes:
+        parts.append(show_bytes(span.bytes))
+    if span.peer is not None:
+        parts.append(name_of(span.peer))
+    return " · ".join(part for part in parts if part)
+
+
+def losses(run: RecordedRun) -> Items:
+    """One line where all ranks have the same losses, else one a rank."""
+    known = [rank for rank in run.ranks if rank.get("losses")]
+    if known and all(rank["losses"] == known[0]["losses"] for rank in known):
+        known = known[:1]
+    start_s = run.training[0] / 1e9
+    lines = []
+    for rank in known[:_MOST_LINES]:
+        every = -(-len(rank["losses"]) // _MOST_POINTS)
+        picked = slice(every - 1, None, every)
+        lines.append(
+            {
+                "name": f"rank {rank['rank']}" if len(known) > 1 else "loss",
+                "y": rank["losses"][picked],
+                "steps": rank["loss_steps"][picked],
+                "seconds": [round(s - start_s, 6) for s in rank["loss_s"][picked]],
+            }
+        )
+    left = len(known) - len(lines)
+    note = f"{counted(left, 'rank')} more are not drawn." if left else ""
+    if lines:
+        yield {"type": "losses", "lines": lines, "note": note}
+
+
+# ------------------------------------------------------------------------------ time, traffic
+
+
+def breakdown(run: RecordedRun) -> Items:
+    parts = [part for part in shown_parts(run.shares.values()) if part != "hidden"]
+    rows = [
+        {
+            "name": name_of(process),
+            "seconds": f"{each.seconds:.2f} s",
+            "values": [getattr(each, part) for part in parts],
+            "hidden": each.hidden,
+        }
+        for process, each in run.shares.items()
+    ]
+    if rows:
+        yield {"type": "shares", "parts": parts, "rows": rows}
+    names = [*run.shares]
+    names += sorted(
+        {p for each in run.shares.values() for p in each.waited_for} - {*names}, key=str
+    )
+    waits = [[run.shares[a].waited_for.get(b, 0.0) for b in names] for a in run.shares]
+    if any(max(row, default=0.0) >= 5e-4 for row in waits):
+        yield {
+            "type": "matrix",
+            "title": "Whom a rank waited for",
+            "names": [name_of(one) for one in names],
+            "rows": waits,
+            "texts": [[f"{x:.1%}" if x >= 5e-4 else "" for x in row] for row in waits],
+            "corner": "waits \\ for",
+            "note": "Shares of the time of the rank in the row, waiting and bubble.",
+        }
+
+
+def topology(run: RecordedRun) -> Items:
+    cluster = run.cluster
+    if cluster is None:
+        return
+    picture = base64.b64encode(cluster_svg(cluster).encode()).decode()
+    yield {"type": "picture", "svg": picture, "text": f"the cluster {cluster.name}"}
+    rows = link_loads(run, cluster)
+    heads = ["level", "link", "crossed by", "mean rate", "line rate", "load"]
+    if rows:
+        note = "Messages between workers count at the outermost level that they cross."
+        yield {"type": "table", "heads": heads, "rows": rows, "note": note, "left": 2}
+
+
+# ------------------------------------------------------------------------------ strategies
+
+
+def staleness(run: RecordedRun) -> Items:
+    """Updates between a pull and its push; steps ahead of the slowest worker."""
+    counts: Counter[int] = Counter()
+    for server in _servers(run):
+        counts.update({int(k): n for k, n in server.get("missed_updates", {}).items()})
+    if counts:
+        yield _histogram("Updates between a pull and its push", counts)
+    ahead: Counter[int] = Counter()
+    for _, found in run.syncs("steps_ahead"):
+        ahead.update({int(k): n for k, n in found.items()})
+    if ahead:
+        yield _histogram("Steps that a worker was ahead of the slowest, at its pulls", ahead)
+    means = [
+        (rank["rank"], one[key], one[f"most_{key}"])
+        for rank in run.ranks
+        for one in rank.get("sync") or []
+        for key in ("steps_behind", "updates_in_between")
+        if key in one
+    ]
+    if means:
+        rows = [[f"rank {rank}", mean, f"{mean:.2f}, at most {most}"] for rank, mean, most in means]
+        yield {"type": "bars", "title": "Steps or updates behind, on average", "rows": rows}
+    workers = {rank: one for server in _servers(run)[:1] for rank, one in server["workers"].items()}
+    if workers:
+        verdicts = ("admitted", "folded", "dropped")
+        rows = [
+            [f"rank {r}", *(str(one.get(v, 0)) for v in verdicts)] for r, one in workers.items()
+        ]
+        yield {
+            "type": "table",
+            "title": "Pushes",
+            "heads": ["", *verdicts],
+            "rows": rows,
+            "left": 1,
+        }
+
+
+def _histogram(title: str, counts: Counter[int]) -> dict[str, Any]:
+    rows = [[str(k), counts[k], f"{counts[k]:,}"] for k in range(max(counts) + 1)]
+    if len(rows) > 60:
+        rows = [[str(k), n, f"{n:,}"] for k, n in sorted(counts.items())][:60]
+    return {"type": "bars", "title": title, "rows": rows}
+
+
+def _servers(run: RecordedRun) -> list[dict[str, Any]]:
+    known = run.syncs("servers")
+    return list(known[0][1]) if known else []
+
+
+def consensus(run: RecordedRun) -> Items:
+    for key, name in (
+        ("consensus_distance", "mean distance of the replicas to their mean"),
+        ("distance_to_neighbours", "distance to the neighbours"),
+    ):
+        found = run.syncs(key)[: 1 if key == "consensus_distance" else _MOST_LINES]
+        lines = [
+            {"name": f"rank {r}" if len(found) > 1 else "distance", "x": [p[0] for p in pairs],
+             "y": [p[1] if math.isfinite(p[1]) else None for p in pairs]}
+            for r, pairs in found
+        ]  # fmt: skip
+        if lines:
+            yield {"type": "lines", "title": name, "x": "step", "y": "distance", "lines": lines}
+
+
+def servers(run: RecordedRun) -> Items:
+    """Load per server, hot rows."""
+    known = _servers(run)
+    heads = ["", "updates", "requests", "received", "sent", "CPU"]
+    rows = [
+        [
+            f"server {number}",
+            *(f"{one.get(key, 0):,}" for key in ("updates", "requests")),
+            *(show_bytes(one.get(key, 0)) for key in ("received_bytes", "sent_bytes")),
+            show_seconds(one.get("cpu_s", 0.0)),
+        ]
+        for number, one in enumerate(known)
+    ]
+    if rows:
+        shared = any(value for _, value in run.syncs("shared_memory"))
+        note = (
+            "Bytes over sockets; gradients and weights go through shared memory." if shared else ""
+        )
+        yield {"type": "table", "heads": heads, "rows": rows, "left": 1, "note": note}
+    for _, tables in run.syncs("tables")[:1]:
+        for name, load in tables.items():
+            hot = [
+                [f"row {one['row']}", one["pulls"], f"{one['pulls']:,}"] for one in load["hottest"]
+            ]
+            if hot:
+                share = load["hottest_percent"]["share"]
+                title = f"Hottest rows of {name}: the hottest 1% take {share:.1%} of pulls"
+                yield {"type": "bars", "title": title, "rows": hot[:_MOST_RUNS_OF_ROWS]}
+            served = [[f"server {i}", n, f"{n:,}"] for i, n in enumerate(load["as_served"])]
+            if sum(n for _, n, _ in served):
+                yield {"type": "bars", "title": f"Pulls of {name} by server", "rows": served}
+
+
+def leaders(run: RecordedRun) -> Items:
+    """Servers that were lost, and how long nobody answered for them."""
+    rows = [
+        [
+            f"server {one['server']}",
+            f"shard {one['shard']}, replica {one['replica']}",
+            f"{one['after_s']:.2f} s",
+            str(one["how"]),
+            "yes" if one["is_started_again"] else "no",
+        ]
+        for one in run.report.get("servers_lost") or []
+    ]
+    if rows:
+        heads = ["lost", "was", "after", "how", "started again"]
+        yield {"type": "table", "heads": heads, "rows": rows, "left": 5}
+    gaps = [
+        [f"rank {rank}, shard {shard}", sum(times), f"{len(times)}×, {show_seconds(sum(times))}"]
+        for rank, shards in run.syncs("interruptions_s")
+        for shard, times in enumerate(shards)
+        if times
+    ]
+    if gaps:
+        yield {
+            "type": "bars",
+            "title": "Changes of a shard's leader, and service lost",
+            "rows": gaps,
+        }
+
+
+def memory(run: RecordedRun) -> Items:
+    for key, title in (
+        ("peak_device_bytes", "Peak memory of the GPU"),
+        ("peak_host_bytes", "Peak memory of the process, with Python and torch"),
+    ):
+        rows = [[f"rank {r['rank']}", r[key], show_bytes(r[key])] for r in run.ranks if r.get(key)]
+        if rows:
+            yield {"type": "bars", "title": title, "rows": rows}
+
+
+SECTIONS: Sequence[tuple[str, Callable[[RecordedRun], Items]]] = (
+    ("Runs", about),
+    ("Timeline", timeline),
+    ("Loss", losses),
+    ("Where the time went", breakdown),
+    ("Predicted and measured", compared),
+    ("Traffic", matrix),
+    ("Topology", topology),
+    ("Schedule", animations),
+    ("Staleness", staleness),
+    ("Consensus distance", consensus),
+    ("Servers", servers),
+    ("Leader changes", leaders),
+    ("Memory", memory),
+)
+
+
+def sections(runs: Sequence[RecordedRun]) -> Iterator[dict[str, Any]]:
+    """Those of which a run knows something."""
+    for title, items in SECTIONS:
+        panels = [{"run": n, "items": _made(items, run)} for n, run in enumerate(runs)]
+        panels = [panel for panel in panels if panel["items"]]
+        if panels:
+            yield {"id": title.lower().replace(" ", "-"), "title": title, "panels": panels}
+
+
+def _made(items: Callable[[RecordedRun], Items], run: RecordedRun) -> list[dict[str, Any]]:
+    try:
+        return list(items(run))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise BadInput(
+            f"the report of {run.name} is not one of shoal run --record: {what}"
+        ) from error

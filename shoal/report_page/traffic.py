@@ -1,0 +1,124 @@
+"""Bytes from process to process, and over the links of a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from shoal.cluster import Cluster
+from shoal.cluster.drawing import levels
+from shoal.cluster.units import show_bytes
+from shoal.errors import BadInput
+from shoal.report_page.record import RecordedRun
+from shoal.runtime import trace
+from shoal.runtime.trace import Process, Span, name_of
+from shoal.schedules.collectives.catalog import build
+
+Traffic = Mapping[tuple[Process, Process], float]
+_KINDS = {  # of the call that a span names
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "broadcast": "broadcast",
+    "all_to_all": "all_to_all",
+}
+_FIRST = {"broadcast": "tree", "all_to_all": "shift"}  # others: a ring
+_GROUP = re.compile(r"(\d+(?:,\d+)*) #")
+
+
+def traffic_of(run: RecordedRun) -> tuple[Traffic, bool]:
+    """Bytes by sender and receiver, in training; whether some of them are spread by a schedule."""
+    found: dict[tuple[Process, Process], float] = defaultdict(float)
+    is_spread = False
+    named = run.strategy.sync_for(run.workers).collective_algorithm
+    for process in run.spans:
+        for span in run.trained(process):
+            if not span.bytes:
+                continue
+            if span.peer is not None:
+                found[process, span.peer] += span.bytes
+            elif (members := _members(span)) and isinstance(process, int) and process in members:
+                is_spread = True
+                kind = _KINDS.get(span.detail.split(" ")[0].replace("-", "_"), "all_reduce")
+                shares = _shares(kind, named or "", len(members))[members.index(process)]
+                for peer, share in shares.items():
+                    found[process, members[peer]] += span.bytes * share
+    return {pair: size for pair, size in found.items() if size}, is_spread
+
+
+def _members(span: Span) -> list[int]:
+    match = _GROUP.match(span.call) if span.track != trace.ISSUED else None
+    return [] if match is None else [int(rank) for rank in match[1].split(",")]
+
+
+@cache
+def _shares(kind: str, name: str, ranks: int) -> list[dict[int, float]]:
+    """Of what a rank sends, the share that each other rank gets."""
+    try:
+        schedule = build(kind, name or _FIRST.get(kind, "ring"), ranks)
+    except BadInput:  # the name is that of an all-reduce
+        schedule = build(kind, _FIRST.get(kind, "ring"), ranks)
+    sent: list[dict[int, float]] = [defaultdict(float) for _ in range(ranks)]
+    for transfers in schedule.rounds:
+        for one in transfers:
+            if one.src != one.dst:
+                sent[one.src][one.dst] += 1.0
+    return [{dst: n / sum(row.values()) for dst, n in row.items()} for row in sent]
+
+
+def matrix(run: RecordedRun) -> list[dict[str, Any]]:
+    """Nothing where nothing was sent."""
+    traffic, is_spread = traffic_of(run)
+    if not traffic:
+        return []
+    names = [process for process in run.spans if any(process in pair for pair in traffic)]
+    rows = [[traffic.get((a, b), 0.0) for b in names] for a in names]
+    note = "Counted where messages, pushes and pulls are sent."
+    if is_spread:
+        used = run.strategy.sync_for(run.workers).collective_algorithm or "ring (broadcasts: tree)"
+        note += (
+            " The bytes of collectives are those of the trace; to whom they go is computed from "
+            f"the schedule {used}, not observed."
+        )
+    return [
+        {
+            "type": "matrix",
+            "names": [name_of(one) for one in names],
+            "rows": rows,
+            "texts": [[show_bytes(size) if size else "" for size in row] for row in rows],
+            "corner": "from \\ to",
+            "note": note,
+        }
+    ]
+
+
+def link_loads(run: RecordedRun, cluster: Cluster) -> list[list[str]]:
+    """A row for each level of the cluster: what crosses it, and of what it could carry."""
+    known = levels(cluster)
+    crossing = dict.fromkeys((level.name for level in known), 0.0)
+    for (a, b), size in traffic_of(run)[0].items():
+        if isinstance(a, int) and isinstance(b, int) and crossing:
+            crossing[_level(cluster, a, b, list(crossing))] += size
+    first, last = run.training
+    seconds = max(1, last - first) / 1e9
+    rows = []
+    for level in known:
+        rate = crossing[level.name] / seconds
+        share = rate / (level.line_bytes_per_s * level.links)
+        rates = [f"{show_bytes(rate)}/s", f"{show_bytes(level.line_bytes_per_s)}/s × {level.links}"]
+        rows.append([level.name, level.link, show_bytes(crossing[level.name]), *rates])
+        rows[-1].append(f"{share:.1%}" if share >= 5e-4 or not share else "< 0.1%")
+    return rows
+
+
+def _level(cluster: Cluster, a: int, b: int, names: list[str]) -> str:
+    """The outermost level that a message between two ranks crosses."""
+    nodes = a // cluster.node.devices, b // cluster.node.devices
+    if nodes[0] == nodes[1]:
+        return names[0]
+    racks = [node // (cluster.nodes_per_rack or cluster.nodes) for node in nodes]
+    wanted = "rack" if racks[0] == racks[1] else "spine"
+    return wanted if wanted in names else names[-1]
