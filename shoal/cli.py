@@ -28,6 +28,7 @@ COMMANDS = {
     "submit": "submit.submit",
     "train": "run.train",
     "eval": "run.evaluate",
+    "timeline": "timeline.timeline",
     "verify": "verify.verify",
     "memory": "memory.memory",
     "explain": "explain.explain",

@@ -90,6 +90,7 @@ class WorkersOptions:
     trace: options.Trace = None
     jsonl: options.Jsonl = None
     tensorboard: options.Tensorboard = None
+    timeline: options.RunTimeline = False
     slow: options.Slow = None
     kill: options.Kill = None
     timeout: options.Timeout = None
@@ -322,17 +323,23 @@ def check_folder(file: Path | None, what: str) -> None:
 
 
 @contextmanager
-def traced(config: RunConfig, files: Sequence[Path]) -> Iterator[RunConfig]:
-    """Collect the spans of all workers into `files`; yields their configuration."""
-    if not files:
+def traced(config: RunConfig, files: Sequence[Path], timeline: bool = False) -> Iterator[RunConfig]:
+    """Collect the spans of all workers into `files`, draw them; yields their configuration."""
+    if not files and not timeline:
         yield config
         return
     with scratch_folder("trace") as folder:
         yield replace(config, trace_dir=folder)
-        from shoal.commands.output import shares_of_time, show
+        from shoal.commands.output import Part, shares_of_time, show
         from shoal.observe.time_shares import write_chrome
         from shoal.runtime.trace import read_spans
 
         spans = read_spans(folder)
-        written = [write_chrome(spans, file) for file in files]
-        show(None, [*shares_of_time(spans), *written], as_json=False)
+        shown: list[Part] = [*shares_of_time(spans)]
+        if timeline and any(spans.values()):
+            from shoal.commands.timeline import parts
+            from shoal.observe.timeline import select
+
+            shown += ["", *parts(select(spans))]
+        shown += [write_chrome(spans, file) for file in files]
+        show(None, shown, as_json=False)

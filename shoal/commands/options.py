@@ -71,6 +71,12 @@ Tensorboard = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Write the losses and metrics for TensorBoard there."),
 ]
+RunTimeline = Annotated[
+    bool,
+    typer.Option(
+        "--timeline", help="Draw two steps at the end: what each worker and server did when."
+    ),
+]
 Slow = Annotated[
     list[str] | None,
     typer.Option(

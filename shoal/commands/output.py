@@ -43,11 +43,11 @@ def show(
         return
     console = wide_console(width)
     for part in parts:
-        shown = _wrapped(part, console.width) if wraps and not isinstance(part, Table) else part
+        shown = wrapped(part, console.width) if wraps and not isinstance(part, Table) else part
         console.print(shown, soft_wrap=not isinstance(part, Table), markup=False)
 
 
-def _wrapped(part: Text | str, width: int) -> Text:
+def wrapped(part: Text | str, width: int) -> Text:
     """Lines of at most 80 columns, or of a narrower terminal; what goes on is indented."""
     lines = []
     for line in str(part).split("\n"):

@@ -45,7 +45,7 @@ def run(
     files = asked.files
     if asked.record is not None:
         files = replace(files, more=recorded(command, asked.workers or 1, config, cluster))
-    with launching.traced(config, files.traces) as config:
+    with launching.traced(config, files.traces, asked.timeline) as config:
         launching.run_shown(command, asked.workers or 1, config, files, on, logs)
 
 
@@ -120,7 +120,7 @@ def train(
     config, files = asked.to_config(resume=resume), asked.files
     if asked.record is not None:
         files = replace(files, more=recorded(command, asked.workers or 1, config))
-    with launching.traced(config, files.traces) as config:
+    with launching.traced(config, files.traces, asked.timeline) as config:
         launching.run_shown(command, asked.workers or 1, config, files)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 

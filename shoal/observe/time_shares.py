@@ -129,7 +129,9 @@ def time_shares(
     is_own_loop = trace.LOAD in kinds and trace.STEP not in kinds
     within = window if is_own_loop else _of(spans, trace.TRAINING, window) or window
     injected = _of(spans, (trace.INJECTED,), within)
-    wait = without(_of(spans, (trace.WAIT,), within), injected)
+    on_main = [s for s in spans if s.track == "main"]  # messages that it hands over itself
+    held_up = [*_of(spans, (trace.WAIT,), within), *_of(on_main, trace.COMMUNICATE, within)]
+    wait = without(union(held_up), injected)
     loading = without(_of(spans, (trace.LOAD,), within), union([*wait, *injected]))
     compute = _of(spans, trace.COMPUTE, within)
     if is_own_loop:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.errors import BadInput
-from shoal.runtime import svg
+from shoal.runtime import gantt as gantts
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline, virtual_index
 from shoal.schedules.pipelines.proof import PipelineProof, prove
 
@@ -158,12 +158,12 @@ def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
 MOST_STAGES = 64
 MOST_TICKS = 1500
 _FINEST = Fraction(1, 4)  # of the shortest action; where that does not fit, columns are rounded
-_Cell = tuple[str, str]  # text and style
-KINDS = {  # words, the style of the terminal, and the color of a picture
-    ActionKind.FORWARD: ("forward", "bright_blue", "#0072b2"),
-    ActionKind.BACKWARD: ("backward", "green", "#009e73"),
-    ActionKind.INPUT: ("backward for the input", "green", "#009e73"),
-    ActionKind.WEIGHT: ("backward for the weights", "yellow", "#e69f00"),
+_SHORTEST = 21  # pixels of an action in a picture
+KINDS = {
+    ActionKind.FORWARD: gantts.FORWARD,
+    ActionKind.BACKWARD: gantts.BACKWARD,
+    ActionKind.INPUT: ("backward for the input", *gantts.BACKWARD[1:]),
+    ActionKind.WEIGHT: gantts.WEIGHT,
 }
 
 
@@ -180,22 +180,10 @@ def gantt(timeline: Timeline) -> str:
 def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
     """Print the chart, folded to the width of the console, and what the schedule costs."""
     tick = _tick(timeline)
-    rows = _rows(timeline, tick)
-    names = [f"stage {stage}" for stage in range(len(rows))]
-    margin = max(map(len, names)) + 2
-    width = len(rows[0][0][0])
-    per_line = max(1, (console.width - margin) // width)
+    names = [f"stage {stage}" for stage in range(timeline.pipeline.stages)]
     console.print(Text(str(timeline.pipeline), style="bold"))
-    for first in range(0, len(rows[0]), per_line):
-        shown = slice(first, first + per_line)
-        axis = "time".ljust(margin)  # and the time at every fifth column
-        for number in range(0, len(rows[0][shown]), 5):
-            axis = axis.ljust(margin + number * width) + f"{float((first + number) * tick):.4g}"
-        console.print(Text(axis, style="dim"), soft_wrap=True)
-        for name, row in zip(names, rows, strict=True):
-            line = Text.assemble((name.ljust(margin), "bold"), *row[shown])
-            line.rstrip()
-            console.print(line, soft_wrap=True)
+    for line in gantts.folded(names, _rows(timeline, tick), tick, console.width):
+        console.print(line, soft_wrap=True)
     console.print(_legend(timeline, tick), end="\n\n")
     console.print("\n".join(summary(timeline, proof)), soft_wrap=True)
 
@@ -263,162 +251,57 @@ def _shortest(timeline: Timeline) -> float:
     return min(s.end - s.start for spans in timeline.spans for s in spans if s.end > s.start)
 
 
-def _rows(timeline: Timeline, tick: Fraction) -> list[list[_Cell]]:
+def _rows(timeline: Timeline, tick: Fraction) -> list[list[gantts.Cell]]:
     width = 1 + max(len(str(span.action)) for spans in timeline.spans for span in spans)
-    columns = _column(timeline.makespan, tick)
-    rows = [[("·".ljust(width), "dim")] * columns for _ in timeline.spans]
-    for row, spans in zip(rows, timeline.spans, strict=True):
-        for span in spans:
-            first = _column(span.start, tick)
-            last = _column(span.end, tick)
-            row[first:last] = _cells(span, last - first, width)
-    return rows
+    lanes = [gantts.Lane("", _bars(timeline, spans)) for spans in timeline.spans]
+    return gantts.rows_of_cells(lanes, timeline.makespan, tick, width)
 
 
-def _column(moment: float, tick: Fraction) -> int:
-    """To the nearest, half a column rounds up: what is at least a tick long has a column."""
-    return math.floor(Fraction(moment) / tick + Fraction(1, 2))
-
-
-def _cells(span: ActionSpan, count: int, width: int) -> list[_Cell]:
-    if not count:
-        return []
-    text = str(span.action).ljust(count * width - 1, "─") if count > 1 else str(span.action)
-    text = text.ljust(count * width)
-    style = KINDS[span.action.kind][1]
-    return [(text[at : at + width], style) for at in range(0, count * width, width)]
-
-
-MOST_ACTIONS = 20_000
-_MARGIN = 24
-_LEFT = 96
-_RIGHT = 150
-_TOP = 96
-_BAND = 34
-_HELD = 18
-_GAP = 14
-_SHORTEST = 21
-_NARROWEST = 560
-_WIDEST = 6000  # pixels: of an action, of the drawing
-_STYLE = """
-.title{font-size:20px;font-weight:700}.text{font-size:15px}.note{font-size:13px;fill:#5a6675}
-.stage{font-size:14px;font-weight:700}.idle{fill:#eceff3}.held{fill:#c9b6e0}
-.one{font-size:12px;font-weight:600;text-anchor:middle;fill:#fff}.pale .one{fill:#1d2733}
-.box{stroke:#fbfcfd;stroke-width:1.5}.axis{stroke:#9aa5b1}
-"""
-
-
-class _Sheet:
-    """Where everything is, in pixels."""
-
-    def __init__(self, timeline: Timeline):
-        wanted = timeline.makespan / _shortest(timeline) * _SHORTEST
-        self.drawn = min(max(wanted, _NARROWEST), _WIDEST)
-        self.per_time = self.drawn / timeline.makespan
-        self.bottom = self.y(timeline.pipeline.stages)
-
-    def x(self, moment: float) -> float:
-        return _LEFT + moment * self.per_time
-
-    def y(self, stage: int) -> float:
-        return _TOP + stage * (_BAND + _HELD + _GAP)
+def _bars(timeline: Timeline, spans: tuple[ActionSpan, ...]) -> list[gantts.Bar]:
+    """Later chunks are paler."""
+    found = []
+    for action, start, end in spans:
+        strength = 1 - 0.65 * action.chunk / max(1, timeline.pipeline.chunks - 1)
+        is_pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
+        title = f"{action}: {start:.6g} to {end:.6g}"
+        _, style, hue = KINDS[action.kind]
+        told = (str(action), style, hue, title, str(action.microbatch), strength, is_pale)
+        found.append(gantts.Bar(start, end, *told))
+    return found
 
 
 def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
     """The whole picture as text."""
-    if proof.actions > MOST_ACTIONS:
+    if proof.actions > gantts.MOST_BARS:
         raise BadInput(
             f"{timeline.pipeline} has {proof.actions} actions, too many to draw: "
             "ask for fewer stages or micro-batches"
         )
-    sheet = _Sheet(timeline)
-    name = str(timeline.pipeline)
     costs = f"time {timeline.makespan:.6g}, bubble {timeline.bubble:.1%} of the longest stage, "
     costs += f"idle {timeline.idle:.1%} of all"
-    body = [
-        svg.text(_MARGIN, 36, name, "title"),
-        svg.text(_MARGIN, 64, costs, "text"),
-        *(_stage(sheet, timeline, proof, stage) for stage in range(timeline.pipeline.stages)),
-        _drawn_axis(sheet, timeline),
-        _drawn_legend(sheet, timeline),
-    ]
-    return svg.document(name, (_LEFT + sheet.drawn + _RIGHT, sheet.bottom + 92), _STYLE, body)
+    kinds = {span.action.kind for spans in timeline.spans for span in spans}
+    used = [kind for kind in ActionKind if kind in kinds]
+    legend = [(KINDS[kind][2], f"{kind.value} {KINDS[kind][0]}") for kind in used]
+    legend += [("#fff", "idle"), (gantts.HILL, "activations held")]
+    words = "The number in a box is its micro-batch."
+    if timeline.pipeline.chunks > 1:
+        words += f" Each stage has {timeline.pipeline.chunks} chunks; later ones are paler."
+    lanes = [_lane(timeline, proof, stage) for stage in range(timeline.pipeline.stages)]
+    wanted = timeline.makespan / _shortest(timeline) * _SHORTEST
+    shape = (lanes, timeline.makespan, wanted, legend, words)
+    return gantts.Picture(str(timeline.pipeline), costs, *shape).svg()
 
 
-def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) -> str:
-    y = sheet.y(stage)
+def _lane(timeline: Timeline, proof: PipelineProof, stage: int) -> gantts.Lane:
+    """With a hill: how many sets of activations live, on the same scale for all stages."""
     spans = timeline.spans[stage]
-    peak = proof.peak_live[stage]
-    right = sheet.x(timeline.makespan) + 12
     idle = 1 - timeline.work[stage] / timeline.makespan
-    return "".join(
-        [
-            svg.text(_MARGIN, y + 22, f"stage {stage}", "stage"),
-            svg.box((_LEFT, y), (sheet.drawn, _BAND), "idle"),
-            *(_box(sheet, timeline, span, y) for span in spans if span.end > span.start),
-            _held(sheet, spans, max(proof.peak_live), y + _BAND + _HELD),
-            svg.text(right, y + 22, f"idle {idle:.1%}", "note"),
-            svg.text(right, y + _BAND + 14, f"holds {peak} at most", "note"),
-        ]
-    )
-
-
-def _box(sheet: _Sheet, timeline: Timeline, span: ActionSpan, y: float) -> str:
-    """Later chunks are paler. The tooltip of a box names its action."""
-    action = span.action
-    wide = (span.end - span.start) * sheet.per_time
-    strength = 1 - 0.65 * action.chunk / max(1, timeline.pipeline.chunks - 1)
-    pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
-    label = f"{action.microbatch}" if len(str(action.microbatch)) * 7 + 4 <= wide else ""
-    left = sheet.x(span.start)
-    hue = KINDS[action.kind][2]
-    parts = (
-        svg.element("title", f"{action}: {span.start:.6g} to {span.end:.6g}"),
-        svg.box((left, y), (wide, _BAND), "box", rx=3, fill=hue, fill_opacity=f"{strength:.2f}"),
-        svg.text(left + wide / 2, y + 22, label, "one"),
-    )
-    return svg.element("g", "".join(parts), class_="pale" if pale else "full")
-
-
-def _held(sheet: _Sheet, spans: tuple[ActionSpan, ...], most: int, y: float) -> str:
-    """A hill: how many sets of activations live, on the same scale for all stages."""
-    points = [f"M{_LEFT} {y:.1f}"]
+    notes = (f"idle {idle:.1%}", f"holds {proof.peak_live[stage]} at most")
+    hill = []
     live = 0
     for span in spans:
         if span.action.kind is not ActionKind.INPUT:
             begins = span.action.kind is ActionKind.FORWARD
             live += 1 if begins else -1
-            moment = sheet.x(span.start if begins else span.end)
-            points.append(f"H{moment:.1f}V{y - live * (_HELD - 3) / most:.1f}")
-    return svg.path(f"{''.join(points)}Z", "held")
-
-
-def _drawn_axis(sheet: _Sheet, timeline: Timeline) -> str:
-    y = sheet.bottom + 2
-    least = 60 / sheet.per_time  # a step is 1, 2 or 5 times a power of ten, and at least this
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
-    parts = [svg.path(f"M{_LEFT} {y}h{sheet.drawn:.1f}", "axis")]
-    for moment in (step * number for number in range(int(timeline.makespan / step) + 1)):
-        x = sheet.x(moment)
-        parts.append(svg.path(f"M{x:.1f} {y}v6", "axis"))
-        parts.append(svg.text(x, y + 20, f"{moment:g}", "note", text_anchor="middle"))
-    return "".join([*parts, svg.text(_MARGIN, y + 20, "time", "note")])
-
-
-def _drawn_legend(sheet: _Sheet, timeline: Timeline) -> str:
-    kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    used = [kind for kind in ActionKind if kind in kinds]
-    entries = [(KINDS[kind][2], f"{kind.value} {KINDS[kind][0]}") for kind in used]
-    entries += [("#eceff3", "idle"), ("#c9b6e0", "activations held")]
-    x = float(_LEFT)
-    y = sheet.bottom + 44
-    parts = []
-    for hue, words in entries:
-        parts.append(svg.box((x, y), (14, 14), rx=3, fill=hue))
-        parts.append(svg.text(x + 20, y + 12, words, "note"))
-        x += 44 + 7.2 * len(words)
-    words = "The number in a box is its micro-batch."
-    if timeline.pipeline.chunks > 1:
-        words += f" Each stage has {timeline.pipeline.chunks} chunks; later ones are paler."
-    return "".join([*parts, svg.text(_LEFT, y + 34, words, "note")])
+            hill.append((span.start if begins else span.end, live / max(proof.peak_live)))
+    return gantts.Lane(f"stage {stage}", _bars(timeline, spans), notes, hill)

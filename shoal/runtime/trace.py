@@ -256,3 +256,13 @@ def from_chrome(file: Path) -> Trace:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(wrong) from error
     return spans
+
+
+def open_trace(path: Path) -> Trace:
+    """The trace in a file, or in a folder: its trace.json, or the spans of each process."""
+    if path.is_dir() and RunDir(path).all_spans():
+        return read_spans(path)
+    file = path / "trace.json" if path.is_dir() else path
+    if not file.is_file():
+        raise BadInput(f"there is no trace at {path}: shoal run --trace FILE writes one")
+    return from_chrome(file)

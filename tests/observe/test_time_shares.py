@@ -17,7 +17,7 @@ quick = settings(deadline=None, max_examples=100)
 interval = st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda p: (p[0], p[0] + p[1]))
 spans = st.lists(
     st.builds(
-        lambda kind, run: Span(kind, run[0], run[1], "main", ""),
+        lambda kind, run: Span(kind, run[0], run[1], "comm" if kind == "reduce" else "main", ""),
         st.sampled_from(["forward", "backward", "update", "reduce", "send", "wait", "other"]),
         interval,
     ),
@@ -38,8 +38,8 @@ def test_shares_are_those_of_counting_point_by_point(spans: list[Span]) -> None:
 
     whole = max(1, max(s.end_ns for s in spans) - min(s.start_ns for s in spans))
     compute = of("forward", "backward", "update")
-    wait = of("wait")
-    talk = of("reduce", "send")
+    wait = of("wait", "send")  # the main thread hands over the message
+    talk = of("reduce")
     s = time_shares(spans)
     assert s.computing == pytest.approx(len(compute - wait) / whole)
     assert s.exposed == pytest.approx(len(wait) / whole)

@@ -1,0 +1,213 @@
+"""`shoal timeline`: what workers and servers did in some steps, drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from fractions import Fraction
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from shoal.cluster.units import show_bytes, show_seconds
+from shoal.commands import options
+from shoal.commands.output import Part, bold, plain_table, show, wide_console, wrapped, write_text
+from shoal.errors import BadInput
+from shoal.observe.time_shares import waits
+from shoal.observe.timeline import OTHER, SERVER, TRANSFER, WORKER, MeasuredTimeline, select
+from shoal.runtime import gantt, trace
+from shoal.runtime.trace import Process, Span, name_of, open_trace
+
+MOST_ROWS = 32  # in a terminal
+MOST_PATHS = 4
+_ROUND = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+_TIED = "\u00a0"  # a space at which a line is not broken
+_OTHER_HUE = "#eceff3"
+KINDS = {  # a letter, its style in a terminal, the hue of a picture
+    "forward": ("F", *gantt.FORWARD[1:]),
+    "backward": ("B", *gantt.BACKWARD[1:]),
+    "weight gradient": ("W", *gantt.WEIGHT[1:]),
+    "update": ("U", "magenta", "#7b5ea7"),
+    trace.WAIT: (gantt.IDLE, "dim", "#fff"),
+    "send": ("S", "cyan", "#56b4e9"),
+    "push": ("P", "cyan", "#56b4e9"),
+    "pull": ("p", "blue", "#8a8d00"),
+    trace.LOAD: ("L", "white", "#b0a48a"),
+    trace.INJECTED: ("Z", "red", "#d55e00"),
+    trace.EVALUATE: ("E", "white", "#cc79a7"),
+    trace.CHECKPOINT: ("C", "white", "#996633"),
+}
+_UNKNOWN = ("?", "white", "#b0b7c0")
+
+
+def timeline(
+    run: Annotated[
+        Path, typer.Argument(help="A trace of shoal run --trace, or a folder with one.")
+    ],
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST[:LAST]",
+            help="The steps to show, as 20:23.",
+            show_default="two from the middle",
+        ),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Draw what each worker and server did: computing, transfers, waits.
+
+    With who waited for whom, and the critical path of each step.
+    """
+    found = select(open_trace(run), *_first_and_last(steps))
+    if svg is not None:
+        write_text(svg, picture(found))
+    if svg is not None and not as_json:
+        print(f"{_title(found)}: {svg}")
+        return
+    show(document(found) if as_json else None, [] if as_json else parts(found), as_json)
+
+
+def _first_and_last(steps: str | None) -> tuple[int, int] | tuple[None, None]:
+    if steps is None:
+        return None, None
+    first, mark, last = steps.partition(":")
+    words = (first, last) if mark else (first, first)
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
+        raise BadInput(
+            f"--steps takes a step as 20, or the first and the last as 20:23, not {steps!r}"
+        )
+    if int(words[0]) > int(words[1]):
+        raise BadInput(f"--steps {steps} ends before it begins: give the first step first")
+    return int(words[0]), int(words[1])
+
+
+def parts(found: MeasuredTimeline) -> list[Part]:
+    """The rows, the kinds of spans, who waited for whom, critical paths: for a terminal."""
+    wide = wide_console().width
+    unit, end, lanes = _lanes(found)
+    names = [lane.name for lane in lanes[:MOST_ROWS]]
+    room = max(1, wide - max(map(len, names)) - 2) * min(max(1, len(found.steps)), MOST_PATHS)
+    tick = Fraction(gantt.round_up(end / room, _ROUND))
+    rows = gantt.rows_of_cells(lanes[:MOST_ROWS], end, tick, 1, ground=" ")
+    lines: list[Part] = [bold(_title(found)), *gantt.folded(names, rows, tick, wide, unit)]
+    if len(lanes) > MOST_ROWS:
+        lines.append(f"and {len(lanes) - MOST_ROWS} more: --svg FILE draws all")
+    lines += ["", _kinds_table(found), "", *waits(found.shares)]
+    for number in list(found.steps)[:MOST_PATHS]:
+        lines += _path(found, number)
+    if len(found.steps) > MOST_PATHS:
+        lines.append(f"and of {len(found.steps) - MOST_PATHS} more steps: --json has all")
+    return lines
+
+
+def _title(found: MeasuredTimeline) -> str:
+    words = "all of the trace, which has no steps"
+    if numbers := list(found.steps):
+        words = f"step {numbers[0]}"
+        words = words.replace("step", "steps") + f" to {numbers[-1]}" if numbers[1:] else words
+    return f"{words}: {_seconds(*found.window)}"
+
+
+def _seconds(start_ns: int, end_ns: int) -> str:
+    return show_seconds((end_ns - start_ns) / 1e9)
+
+
+def _lanes(found: MeasuredTimeline) -> tuple[str, float, list[gantt.Lane]]:
+    """The unit of time, the last moment, and bars; the hill marks critical paths."""
+    start_ns, end_ns = found.window
+    scales = (("s", 1e9, 20e9), ("ms", 1e6, 2e5), ("µs", 1e3, 0))
+    unit, unit_ns = next(each[:2] for each in scales if end_ns - start_ns >= each[2])
+    hills: dict[Process, list[tuple[float, float]]] = {process: [] for process in found.rows}
+    for process, spans in chain.from_iterable(map(found.critical_path, found.steps)):
+        hills[process].append(((spans[0].start_ns - start_ns) / unit_ns, 0.4))
+        hills[process].append(((spans[-1].end_ns - start_ns) / unit_ns, 0.0))
+    lanes = []
+    for process, row in found.rows.items():
+        notes, ground = [], "#fff"
+        bars = [_bar(span, start_ns, unit_ns) for span in row if span.kind != OTHER]
+        if share := found.shares.get(process):
+            lost = share.waiting + share.bubble
+            notes, ground = [f"computing {share.computing:.1%}", f"waiting {lost:.1%}"], _OTHER_HUE
+        lanes.append(gantt.Lane(name_of(process), bars, notes, hills[process], ground))
+    return unit, max(1, end_ns - start_ns) / unit_ns, lanes
+
+
+def _bar(span: Span, origin_ns: int, unit_ns: float) -> gantt.Bar:
+    letter, style, hue = KINDS.get(span.kind, _UNKNOWN)
+    number = "" if span.microbatch is None or span.kind == trace.WAIT else str(span.microbatch)
+    title = f"{span.kind} {span.detail}: {_seconds(span.start_ns, span.end_ns)}"
+    start, end = (span.start_ns - origin_ns) / unit_ns, (span.end_ns - origin_ns) / unit_ns
+    is_pale = span.kind == "weight gradient"
+    return gantt.Bar(start, end, letter + number, style, hue, title, number, 1.0, is_pale)
+
+
+def _kinds_table(found: MeasuredTimeline) -> Table:
+    length_s = (found.window[1] - found.window[0]) / 1e9
+    of = Counter(WORKER if isinstance(process, int) else SERVER for process in found.rows)
+    rows = []
+    for where, kind, count, seconds, sent_bytes in found.kinds:
+        letter = "" if where == TRANSFER or kind == OTHER else KINDS.get(kind, _UNKNOWN)[0]
+        share = "" if where == TRANSFER else f"{seconds / (length_s * of[where]):.1%}"
+        told = (str(count or ""), show_seconds(seconds) if seconds else "", share)
+        rows.append([letter, kind, where, *told, show_bytes(sent_bytes) if sent_bytes else ""])
+    heads = ["", "kind", "on", "spans", "in all", "of the time", "sent"]
+    return plain_table("kinds of spans", heads, rows, left=3)
+
+
+def _path(found: MeasuredTimeline, number: int) -> list[Part]:
+    """Without what takes less than a hundredth of the step."""
+    start_ns, end_ns, _ = found.steps[number]
+    words = []
+    for process, spans in found.critical_path(number):
+        long = [s for s in spans if s.end_ns - s.start_ns >= (end_ns - start_ns) / 100]
+        joined = []
+        for name, alike in groupby(long, key=_on_path):
+            seconds = sum(span.end_ns - span.start_ns for span in alike) / 1e9
+            joined.append(f"{name} {show_seconds(seconds)}".replace(" ", _TIED))
+        where = name_of(process).replace(" ", _TIED)
+        words += [f"{where}: {', '.join(joined)}"] if joined else []
+    said = f"critical path of step {number}, {_seconds(start_ns, end_ns)}"
+    return [said, str(wrapped("  " + " → ".join(words), 80)).replace(_TIED, " ")]
+
+
+def _on_path(span: Span) -> str:
+    """A wait there is one for a transfer, not for a peer."""
+    is_action = span.kind in trace.COMPUTE and span.microbatch is not None
+    return "exposed" if span.kind == trace.WAIT else span.detail if is_action else span.kind
+
+
+def picture(found: MeasuredTimeline) -> str:
+    unit, end, lanes = _lanes(found)
+    used = {span.kind for row in found.rows.values() for span in row}
+    legend = [(hue, kind) for kind, (_, _, hue) in KINDS.items() if kind in used]
+    legend += [(_OTHER_HUE, OTHER), (gantt.HILL, "critical path")]
+    words = "; ".join(waits(found.shares)) or "nobody waited for another"
+    closing = "The number in a box is its micro-batch. White: a worker waits, a server is idle."
+    shape = (lanes, end, 900.0 * max(1, len(found.steps)), legend, closing, unit)
+    return gantt.Picture(_title(found), words, *shape).svg()
+
+
+def document(found: MeasuredTimeline) -> dict[str, Any]:
+    """Moments are nanoseconds from the origin of the trace."""
+    return {
+        "steps": {
+            number: step._asdict()
+            | {
+                "critical_path": [
+                    {"process": name_of(process), "spans": [span._asdict() for span in spans]}
+                    for process, spans in found.critical_path(number)
+                ]
+            }
+            for number, step in found.steps.items()
+        },
+        "kinds": [total._asdict() for total in found.kinds],
+        "shares": {name_of(rank): asdict(each) for rank, each in found.shares.items()},
+        "rows": {
+            name_of(process): [span._asdict() for span in row]
+            for process, row in found.rows.items()
+        },
+    }
