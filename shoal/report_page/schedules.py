@@ -22,7 +22,7 @@ def animations(run: RecordedRun) -> Iterator[dict[str, Any]]:
         yield from _pipeline(run)
     sync = run.strategy.sync_for(run.workers)
     replicas = run.strategy.layout(run.workers).replicas
-    servers = int(run.report.get("servers") or 0)
+    servers = max((len(known) for _, known in run.syncs("servers")), default=0)  # or shards
     if servers and replicas + servers <= _MOST_RANKS:
         yield _servers(replicas, servers)
     elif not sync.has_servers and 1 < replicas <= _MOST_RANKS and sync.lockstep:

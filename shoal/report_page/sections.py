@@ -265,7 +265,10 @@ def servers(run: RecordedRun) -> Items:
                 share = load["hottest_percent"]["share"]
                 title = f"Hottest rows of {name}: the hottest 1% take {share:.1%} of pulls"
                 yield {"type": "bars", "title": title, "rows": hot[:_MOST_RUNS_OF_ROWS]}
-            served = [[f"server {i}", n, f"{n:,}"] for i, n in enumerate(load["as_served"])]
+            loads = load["as_served"]  # of servers, and then of their other replicas
+            copies = [f"replica {i + 1}" for i in range(len(loads) - len(known))]
+            names = [*(f"server {i}" for i in range(len(known))), *copies]
+            served = [[name, n, f"{n:,}"] for name, n in zip(names, loads, strict=False)]
             if sum(n for _, n, _ in served):
                 yield {"type": "bars", "title": f"Pulls of {name} by server", "rows": served}
 
@@ -294,7 +297,7 @@ def leaders(run: RecordedRun) -> Items:
     if gaps:
         yield {
             "type": "bars",
-            "title": "Changes of a shard's leader, and service lost",
+            "title": "Changes of a shard's replicas, and how long nobody answered",
             "rows": gaps,
         }
 

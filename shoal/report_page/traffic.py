@@ -74,7 +74,9 @@ def matrix(run: RecordedRun) -> list[dict[str, Any]]:
     traffic, is_spread = traffic_of(run)
     if not traffic:
         return []
-    names = [process for process in run.spans if any(process in pair for pair in traffic)]
+    talking = {process for pair in traffic for process in pair}
+    lost = sorted(talking - {*run.spans}, key=str)  # a process that was killed has no spans
+    names = [process for process in [*run.spans, *lost] if process in talking]
     rows = [[traffic.get((a, b), 0.0) for b in names] for a in names]
     note = "Counted where messages, pushes and pulls are sent."
     if is_spread:

@@ -28,8 +28,8 @@ function animated(item, frames, word, svg, show) {
   function go(to) {
     now = Math.min(frames - 1, Math.max(0, to));
     slider.value = now;
-    told.textContent = `${word} ${now + 1} of ${frames}`;
-    show(now);
+    const words = show(now);
+    told.textContent = `${word} ${now + 1} of ${frames}${words ? `: ${words}` : ""}`;
   }
   function stop() {
     clearInterval(timer);
@@ -88,14 +88,15 @@ function rounds(item) {
   });
   return animated(item, item.rounds.length, "round", svg, (frame) => {
     arrows.replaceChildren();
+    const told = new Set(item.rounds[frame].map((one) => one[2]));  // one word for all: told once
     for (const [src, dst, words] of item.rounds[frame]) {
       const [a, b] = [places[src], places[dst]], length = Math.hypot(b[0] - a[0], b[1] - a[1]) || 1;
       const along = [(b[0] - a[0]) / length, (b[1] - a[1]) / length], side = [-along[1] * 6, along[0] * 6];
       const from = [a[0] + along[0] * dot + side[0], a[1] + along[1] * dot + side[1]];
       const to = [b[0] - along[0] * (dot + 2) + side[0], b[1] - along[1] * (dot + 2) + side[1]];
       drawn("path", { d: `M${from}L${to}`, class: "arrow", "marker-end": `url(#${mark.id})` }, arrows);
-      const many = item.rounds[frame].length > 40;
-      if (!many) drawn("text", { x: (from[0] + to[0]) / 2 + side[0], y: (from[1] + to[1]) / 2 + side[1] + 4, class: "told", "text-anchor": "middle" }, arrows, words);
+      if (told.size > 1 && item.rounds[frame].length <= 40) drawn("text", { x: (from[0] + to[0]) / 2 + side[0], y: (from[1] + to[1]) / 2 + side[1] + 4, class: "told", "text-anchor": "middle" }, arrows, words);
     }
+    return told.size === 1 ? [...told][0] : "";
   });
 }
