@@ -17,6 +17,7 @@ from shoal.cluster.host import Host
 from shoal.cluster.topology import bisection_links
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.runtime import svg
+from shoal.runtime.tables import plain_table
 from shoal.runtime.wording import counted
 
 
@@ -200,19 +201,19 @@ def _node_tree(cluster: Cluster) -> Tree:
 
 
 def level_table(cluster: Cluster) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("level", "link", "line rate", "large messages", "bisection", "for each device"):
-        table.add_column(head)
-    for level in levels(cluster):
-        table.add_row(
+    heads = ["level", "link", "line rate", "large\nmessages", "bisection", "for each\ndevice"]
+    rows = [
+        [
             level.name,
             level.link,
             show_rate(level.line_bytes_per_s),
             f"{show_bytes(level.reached_bytes_per_s)}/s",
             f"{show_bytes(level.bisection_bytes_per_s)}/s",
             f"{show_bytes(level.device_bytes_per_s)}/s",
-        )
-    return table
+        ]
+        for level in levels(cluster)
+    ]
+    return plain_table("", heads, rows, left=2)
 
 
 def notes(cluster: Cluster) -> list[str]:

@@ -254,8 +254,6 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     heads += ["steps/s", "CPU a\nstep", "speed-\nup", "sent a\nstep", "idle", "against single"]
     table = plain_table(title, heads, [_row(outcome, metric) for outcome in outcomes], left=1)
     table.columns[-1].justify = "left"
-    for column in table.columns[1:-1]:
-        column.no_wrap = True
     table.columns[0].overflow = "fold"
     return table
 

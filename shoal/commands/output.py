@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from shoal.errors import BadInput
 from shoal.observe import time_shares
+from shoal.runtime.tables import plain_table as plain_table
 from shoal.runtime.trace import Trace
 
 
@@ -56,26 +58,6 @@ def wrapped(part: Text | str, width: int) -> Text:
     return Text("\n".join(lines), style=part.style if isinstance(part, Text) else "")
 
 
-def plain_table(
-    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 0
-) -> Table:
-    """A table without lines that fits 80 columns; the first `left` columns are words."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def shares_of_time(spans: Trace) -> list[Part]:
     """Where the time of each rank went, and whom it waited for."""
     shares = time_shares.all_shares(spans)
@@ -89,5 +71,6 @@ def shares_of_time(spans: Trace) -> list[Part]:
 
 
 def wide_console(width: int = 120) -> Console:
-    """As wide as the terminal; without one, wide enough for a table."""
-    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+    """As wide as the terminal, or as COLUMNS says; without both, wide enough for a table."""
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_known else width, highlight=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import collectives as bench
 from shoal.commands import output
 from shoal.commands.compare import _table as compare_table
 from shoal.commands.memory import COLUMNS, FURTHER
@@ -72,9 +74,85 @@ def test_where_the_time_went() -> None:
     assert_on_one_line(lines_of(table), "100", "2000.00", "50.0%", "50.0%")
 
 
+HEADS = ["strategy", "test\nloss", "speed-\nup", "CPU a\nstep", "sent to\nothers", "bound by"]
+ROWS = [
+    ["ddp", "12.3456", "12.34×", "123 ms", "1.23 GB", "compute"],
+    [
+        'gossip(graph="ring", mode="async")',
+        "0.0001",
+        "1.00×",
+        "9 µs",
+        "",
+        "the network, of 9 links",
+    ],
+]
+
+
+@pytest.mark.parametrize("width", range(30, 130))
+def test_a_table_of_any_width_has_all_headings_and_numbers(width: int) -> None:
+    table = output.plain_table("a title", HEADS, ROWS, left=1)
+    table.columns[-1].justify = "left"
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[0] == "a title"
+    assert max(map(len, lines)) <= width
+    for cell in (cell for row in ROWS for cell in row[1:5]):
+        assert_on_one_line(lines, cell)
+    words = " ".join(lines).replace("speed- up", "speed-up")
+    names = ("strategy", "test", "loss", "speed-", "CPU a", "sent to", "others", "bound by")
+    assert all(name in words for name in (*names, "network,", 'gossip(graph="ring",')), words
+
+
+def test_a_table_that_is_too_wide_is_stacked() -> None:
+    out = io.StringIO()
+    Console(file=out, width=40, highlight=False).print(output.plain_table("", HEADS, ROWS, left=1))
+    assert out.getvalue().splitlines()[:6] == [
+        "strategy ddp",
+        "  test loss       12.3456",
+        "  speed-up        12.34×",
+        "  CPU a step      123 ms",
+        "  sent to others  1.23 GB",
+        "  bound by        compute",
+    ]
+
+
+COMMANDS = [
+    "cluster show dgx-h100",
+    "cluster show seeds-rack",
+    "collectives",
+    "collectives --cluster dgx-h100",
+    "collectives --ranks 2,4,8,16,32,64,128",
+    "collectives show all_reduce ring --ranks 4",
+    "graphs -n 16",
+    "pipeline list",
+    "pipeline show 1f1b",
+    "plan gpt-2 --cluster dgx-h100",
+    "predict gpt-2 --cluster dgx-h100 -n 1,2,4,8",
+    "predict gpt-2 --cluster dgx-h100 -n 8",
+    "simulate gpt-2 --cluster dgx-h100 -n 8",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_terminal_of_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    answer = shoal(*command.split())
+    assert answer.exit_code == 0, answer.stderr
+    assert re.search(r"\S…|…\S", answer.stdout) is None
+
+
 @pytest.mark.parametrize("kind", kinds())
 def test_collectives(kind: str) -> None:
     answer = shoal("collectives", "--kind", kind, "--ranks", "64", "--bytes", "100GB")
     table = answer.stdout.split("\n\n")[0].splitlines()
     assert answer.exit_code == 0
     assert max(len(line.rstrip()) for line in table) <= WIDTH
+
+
+def test_the_benchmark_of_collectives() -> None:
+    us = dict.fromkeys(bench.WAYS, 123_456.7)
+    results = [{"kind": "reduce_scatter", "ranks": 16, "bytes": 1 << 20, "median_us": us}]
+    times, ratios = map(lines_of, bench.tables(results))
+    assert_on_one_line(times, "reduce_scatter", "16", "1.05 MB", *["123,456.7"] * len(us))
+    assert_on_one_line(ratios, "reduce_scatter", "1.00", "1.00")
