@@ -32,7 +32,7 @@ from shoal.runtime.preemption import NO_GRACE_S
 from shoal.runtime.wording import counted, nearest, say
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
-from shoal.train.progress import Progress, ProgressBar
+from shoal.train.progress import Progress
 
 ENGINES = ("lab", "ray")
 
@@ -97,6 +97,7 @@ class WorkersOptions:
     grace: options.Grace = None
     report: options.Report = None
     record: options.Record = None
+    plain: options.Plain = False
     restart: options.Restart = None
     start: options.Start = None
     elastic: options.Elastic = None
@@ -257,10 +258,15 @@ def run_shown(
     files: RunFiles | None = None,
     on: str | None = None,
     logs: Path | None = None,
+    plain: bool = False,
 ) -> None:
-    """Run workers with a progress bar on a terminal, and with plain lines elsewhere."""
+    """Run workers with a bar and a table on a terminal, and with plain lines elsewhere."""
     spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
-    bar = ProgressBar() if sys.stdout.isatty() else None
+    bar = None
+    if sys.stdout.isatty() and not plain:
+        from shoal.commands.live_view import WorkersView  # only where it is needed
+
+        bar = WorkersView(workers, config.start)
     write, on_progress = (print_lines, None) if bar is None else (bar.print, bar.show)
     try:
         with saying_latest(config.server_checkpoint.folder, say), closing(bar or Progress()):

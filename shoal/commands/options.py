@@ -77,6 +77,12 @@ RunTimeline = Annotated[
         "--timeline", help="Draw two steps at the end: what each worker and server did when."
     ),
 ]
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--plain", help="Print lines also in a terminal: no progress bar, no table of workers."
+    ),
+]
 Slow = Annotated[
     list[str] | None,
     typer.Option(

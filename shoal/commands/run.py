@@ -46,7 +46,7 @@ def run(
     if asked.record is not None:
         files = replace(files, more=recorded(command, asked.workers or 1, config, cluster))
     with launching.traced(config, files.traces, asked.timeline) as config:
-        launching.run_shown(command, asked.workers or 1, config, files, on, logs)
+        launching.run_shown(command, asked.workers or 1, config, files, on, logs, asked.plain)
 
 
 def recorded(
@@ -121,7 +121,7 @@ def train(
     if asked.record is not None:
         files = replace(files, more=recorded(command, asked.workers or 1, config))
     with launching.traced(config, files.traces, asked.timeline) as config:
-        launching.run_shown(command, asked.workers or 1, config, files)
+        launching.run_shown(command, asked.workers or 1, config, files, plain=asked.plain)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 

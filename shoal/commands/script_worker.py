@@ -56,7 +56,8 @@ class ComparisonWorker(Worker):
     ):
         """`most_s`: a run that takes longer fails, so that others come to their turn."""
         folder = Path(entry.folder)
-        config = replace(RunConfig.from_environment(), trace_dir=folder if entry.traced else None)
+        config = replace(RunConfig.from_environment(), progress_fd=None)
+        config = replace(config, trace_dir=folder if entry.traced else None)
         super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
         self.reports = RunDir(folder)
         self.steps = entry.steps or steps

@@ -12,6 +12,7 @@ With a limit (--timeout) the watcher also ends waits that nothing else would end
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -59,9 +60,11 @@ class waiting:  # reads as a statement: `with waiting(…)`
     give_up: Callable[[float], object] | None = None
     patience: float = 1.0
     since_ns: int = 0
+    thread: int = 0
 
     def __enter__(self) -> None:
         self.since_ns = time.monotonic_ns()
+        self.thread = threading.get_ident()
         _noted[id(self)] = self
 
     def __exit__(self, *_: object) -> None:
@@ -74,6 +77,19 @@ class waiting:  # reads as a statement: `with waiting(…)`
 
 _noted: dict[int, waiting] = {}
 _sources: list[weakref.ref[WaitSource]] = []
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether a thread waits now: in a block above, or in a function `wait` of Shoal."""
+    if any(noted.thread == thread for noted in list(_noted.values())):
+        return True
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "wait" and module.startswith("shoal."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def add_source(source: WaitSource) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
@@ -69,20 +69,27 @@ class ProgressBar(ProgressSender):
 
     def __init__(self) -> None:
         super().__init__()
+        from rich.console import RenderableType
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
-        self._rich = RichProgress(
+        below = self.below
+
+        class Bar(RichProgress):
+            def get_renderables(self) -> Iterable[RenderableType]:
+                yield from super().get_renderables()
+                yield from below()
+
+        self._rich = Bar(
             TextColumn("step {task.completed:.0f}/{task.fields[of]}"),
             BarColumn(),
             TextColumn("{task.fields[text]}"),
             transient=False,
         )
-        self._task = self._rich.add_task("", total=None, of="?", text="")
+        self._task = self._rich.add_task("", total=None, of="?", text="", visible=False)
 
     def show(self, record: Mapping[str, Any]) -> None:
-        if not self._last_s:
-            self._rich.start()
+        self._rich.start()  # the first time
         super().show(record)
         total = record.get("total")
         self._rich.update(
@@ -91,11 +98,17 @@ class ProgressBar(ProgressSender):
             total=total,
             of=total or "?",
             text=details(record),
+            visible=True,
         )
+
+    def below(self) -> Iterable[Any]:
+        """What is shown under the bar."""
+        return ()
 
     def print(self, text: str, is_stderr: bool = False) -> None:
         """Print a line above the bar."""
-        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        line = text.removesuffix("\n")
+        self._rich.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._rich.stop()

@@ -55,6 +55,11 @@ class Throughput:
         self._start_steps = 0
         self._start_ns: int | None = None
 
+    @property
+    def samples(self) -> float:
+        """Of this rank, up to now: its share of the replica's."""
+        return self._rank_samples / self._sharing
+
     def add_samples(self, job: int, rank: int) -> None:
         """A batch of `job` samples begins, `rank` of them on this rank."""
         self._job_samples += job * self.present

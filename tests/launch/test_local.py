@@ -59,21 +59,22 @@ def test_the_environment_of_a_worker() -> None:
     assert f" {share} True" in run(script, 2, env={"OMP_NUM_THREADS": ""}).out
 
 
-def test_progress_of_rank_0() -> None:
+def test_progress_of_every_rank_and_how_it_has_ended() -> None:
     script = """
         from shoal.train.progress import open_progress
         from shoal.runtime.config import RunConfig
         send = open_progress(RunConfig.from_environment().progress_fd)
-        assert (send is None) == (rank != 0)
-        if send:
-            os.write(int(os.environ["SHOAL_PROGRESS_FD"]), b"nonsense\\n")
-            for step in range(100):
-                send({"step": step, "total": 100, "metrics": {"loss": 0.5}})
+        os.write(int(os.environ["SHOAL_PROGRESS_FD"]), b"nonsense\\n")
+        for step in range(100):
+            send({"step": step, "of": rank, "metrics": {"loss": 0.5}})
     """
     records: list[dict[str, Any]] = []
     run(script, 2, on_progress=records.append)
-    assert [record["step"] for record in records] == list(range(100))
-    assert records[0] == {"step": 0, "total": 100, "metrics": {"loss": 0.5}}
+    for rank in range(2):
+        own = [record for record in records if record.get("of") == rank]
+        assert [record["step"] for record in own] == list(range(100))
+        assert own[0] == {"step": 0, "of": rank, "metrics": {"loss": 0.5}}
+        assert {"rank": rank, "state": "finished"} in records
 
 
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(

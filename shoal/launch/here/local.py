@@ -164,11 +164,20 @@ class Run:
         )
         return server.with_environ(**threads_of(spec.servers), PYTHONUNBUFFERED="1")
 
-    def supervisor(self, servers: ServerPolicy) -> Supervisor:
+    def supervisor(
+        self, servers: ServerPolicy, on_progress: output.OnProgress | None
+    ) -> Supervisor:
         spec = self.spec
+
+        def note_state(rank: int, state: str) -> None:
+            if on_progress is not None:
+                show, record = on_progress, {"rank": rank, "state": state}
+                self.sink.call(lambda: show(record))
+
         policy = LossPolicy(self.run_dir, spec.workers, spec.tolerance, self.say)
         counts = (spec.started, spec.servers, spec.config.grace_s)
-        return Supervisor(self.run_dir, policy, servers, self.say, *counts, self.events)
+        told = (*counts, self.events, note_state)
+        return Supervisor(self.run_dir, policy, servers, self.say, *told)
 
 
 def _run(
@@ -186,7 +195,7 @@ def _run(
         run = replace(run, spec=replace(spec, config=coordinator.config))
         saved = spec.config.server_checkpoint
         policy = ServerPolicy(spec.servers, spec.replication, say_before_end, saved)
-        supervisor = run.supervisor(policy)
+        supervisor = run.supervisor(policy, on_progress)
         with (
             LocalServers(run, pump, coordinator, policy) as servers,
             LocalWorkers(run, pump, on_progress) as workers,
@@ -294,11 +303,7 @@ class LocalWorkers(Processes):
         if spec.body is not None:
             self.fork(_in_fork, spec.body, config, run.run_dir, os.getpid())
             return
-        # rank 0 shows progress, or each that may be the first one left
-        may_be_first = rank == 0 or (
-            spec.tolerance is not None and spec.tolerance.shares.is_covered
-        )
-        with self._pump.progress_pipe(self._on_progress if may_be_first else None) as pipe:
+        with self._pump.progress_pipe(self._on_progress) as pipe:
             config = replace(
                 config, launcher_pid=os.getpid(), progress_fd=pipe, incarnation=incarnation
             )

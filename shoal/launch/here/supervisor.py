@@ -98,6 +98,7 @@ class Supervisor:
     servers: int = 0
     grace_s: float = 30.0  # for workers after SIGTERM
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    note_state: Callable[[int, str], None] = lambda rank, state: None  # of a worker, for the table
     exits: list[ProcessExit] = field(default_factory=list)
     failed: list[ProcessExit] = field(default_factory=list)  # those of `exits` that end the run
     signals: int = 0
@@ -231,6 +232,9 @@ class Supervisor:
     def _handle(self, event: Event) -> None:
         if isinstance(event, ProcessExit):
             self.exits.append(event)
+            if event.role == "worker":
+                ended = "stopped" if self._must_stop() else "lost"
+                self.note_state(event.rank, ended if event.returncode else "finished")
             if not self._continues_after(event):
                 self.failed.append(event)
         elif isinstance(event, signal.Signals):
@@ -264,6 +268,7 @@ class Supervisor:
         return survives
 
     def _start_again(self, rank: int) -> None:
+        self.note_state(rank, "starting")
         self._processes["worker"].start_again(rank)
         self.workers += 1
 

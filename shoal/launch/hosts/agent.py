@@ -215,8 +215,7 @@ class WorkerAgent(Agent):
         task = self.task
         rank = self._first + index
         config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
-        # in an elastic run each worker may be the first one left
-        shows = task.shows_progress and (rank == 0 or config.board is not None)
+        shows = task.shows_progress
         on_progress = (lambda record: send(WorkerProgress(record))) if shows else None
         with pump.progress_pipe(on_progress) as pipe:
             inherited = () if pipe is None else (pipe,)

@@ -322,7 +322,7 @@ def run_remote(
         run = RemoteRun(spec, run_dir, events, write, logs, sink, machines, secret)
         servers = RemoteServers(run, server_hosts)
         workers = RemoteWorkers(run, placed, on_progress)
-        supervisor = run.supervisor(servers.policy)
+        supervisor = run.supervisor(servers.policy, on_progress)
         enter(spec, run_dir, write, hosts=[workers.host_of(rank) for rank in range(spec.workers)])
 
         def put_signal(event: Event) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,7 @@ class Worker:
             send = open_progress(self.config.progress_fd)
             progress = for_worker(self.rank, self.size, send, isinstance(group, ElasticGroup))
             stack.callback(progress.close)
+            watched = self._watched(send, stack)
             if tracer.enabled:
                 from shoal.comm.tracing import Traced
 
@@ -106,7 +107,7 @@ class Worker:
             place = self._group.placement
 
             def make_job(kind: type[Job]) -> Job:
-                return kind(
+                job = kind(
                     self.strategy,
                     group,
                     device=self._group.device,
@@ -125,12 +126,23 @@ class Worker:
                         config=self.config,
                     ),
                 )
+                return watched(job)
 
             torch.manual_seed(self.seed)
             seed_python(self.seed)
             if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
                 stack.callback(tracer.write, self.config.trace_dir)
             return self._run_to_its_end(train, make_job)
+
+    def _watched(
+        self, send: Callable[[Mapping[str, Any]], None] | None, stack: ExitStack
+    ) -> Callable[[Job], Job]:
+        """What `make_job` passes a job through: where the launcher shows a table, it is watched."""
+        if send is None or self.size == 1:
+            return lambda job: job
+        from shoal.train.live import LiveSender  # only where it is needed
+
+        return stack.enter_context(LiveSender(self.rank, send)).watch
 
     def _run_to_its_end(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
         """The launcher learns how it ended."""
