@@ -29,6 +29,7 @@ from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.preemption import NO_GRACE_S
+from shoal.runtime.run_dir import RECORDED_REPORT, RECORDED_TRACE
 from shoal.runtime.wording import counted, nearest, say
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -64,9 +65,6 @@ def open_engine(text: str, config: RunConfig) -> Machines:
 
 EXAMPLES = ("digits", "gpt", "clicks")
 WORKER_COMMAND = (sys.executable, "-m", "shoal.commands.script_worker")
-
-
-TRACE, REPORT = "trace.json", "report.json"  # in the folder of --record
 
 
 @dataclass(frozen=True)
@@ -106,18 +104,21 @@ class WorkersOptions:
     @property
     def files(self) -> RunFiles:
         """Where the trace and the report go; BadInput where they could not be written."""
-        folder = self.record
-        if folder is not None:
-            try:
+        folder, found = self.record, []
+        try:
+            if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise BadInput(f"cannot record in {folder}: {error.strerror}") from error
-        records = [] if folder is None else [folder]
-        traces = [*([] if self.trace is None else [self.trace]), *(f / TRACE for f in records)]
-        reports = [*([] if self.report is None else [self.report]), *(f / REPORT for f in records)]
-        for file, what in [*((t, "a trace") for t in traces), *((r, "a report") for r in reports)]:
-            check_folder(file, what)
-        return RunFiles(tuple(traces), tuple(reports))
+        except OSError as error:
+            raise BadInput(f"cannot record in {folder}: {error.strerror}") from error
+        for given, name, what in (
+            (self.trace, RECORDED_TRACE, "a trace"),
+            (self.report, RECORDED_REPORT, "a report"),
+        ):
+            files = tuple(file for file in (given, folder and folder / name) if file is not None)
+            for file in files:
+                check_folder(file, what)
+            found.append(files)
+        return RunFiles(found[0], found[1])
 
     def resolved(self, command: Sequence[str]) -> WorkersOptions:
         """With the strategy that `-s auto` stands for, and the workers of --elastic."""

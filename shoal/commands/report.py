@@ -14,7 +14,7 @@ from shoal.commands.output import show, write_text
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="DIR…", help="Folders of `shoal run … --record DIR`.")
+        list[Path], typer.Argument(metavar="DIR", help="Folders of `shoal run … --record DIR`.")
     ],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the page.")

@@ -12,11 +12,10 @@ from shoal.cluster.toml_file import parse_cluster
 from shoal.errors import BadInput
 from shoal.observe.time_shares import TimeShares, all_shares
 from shoal.runtime import trace
-from shoal.runtime.run_dir import read
+from shoal.runtime.run_dir import RECORDED_REPORT, RECORDED_TRACE, read
 from shoal.runtime.trace import Process, Span, Trace
 from shoal.strategy.strategy import Strategy, as_strategy
 
-TRACE, REPORT = "trace.json", "report.json"
 _MAX_BYTES = 1 << 30
 
 
@@ -31,20 +30,24 @@ class RecordedRun:
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
         """BadInput where it is not the folder of a recorded run."""
-        missing = [name for name in (TRACE, REPORT) if not (folder / name).is_file()]
+        missing = [
+            name for name in (RECORDED_TRACE, RECORDED_REPORT) if not (folder / name).is_file()
+        ]
         if missing:
             raise BadInput(
-                f"{folder} is no recorded run: {' and '.join(missing)} is not there; "
+                f"{folder} is no recorded run: it has no {' and no '.join(missing)}; "
                 "shoal run … --record DIR makes one"
             )
-        report = read(folder / REPORT, _MAX_BYTES)
+        report = read(folder / RECORDED_REPORT, _MAX_BYTES)
         if not isinstance(report, dict) or not isinstance(report.get("ranks"), list):
-            raise BadInput(f"{folder / REPORT} is no report of shoal run --record")
-        run = cls(folder.resolve().name, report, trace.from_chrome(folder / TRACE))
+            raise BadInput(f"{folder / RECORDED_REPORT} is no report of shoal run --record")
+        run = cls(folder.resolve().name, report, trace.from_chrome(folder / RECORDED_TRACE))
         try:
             run.strategy.layout(run.workers)
         except (BadInput, KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"{folder / REPORT} is no report of shoal run: {error}") from error
+            raise BadInput(
+                f"{folder / RECORDED_REPORT} is no report of shoal run: {error}"
+            ) from error
         return run
 
     @property

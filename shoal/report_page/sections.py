@@ -23,7 +23,7 @@ from shoal.runtime.wording import counted
 Items = Iterable[dict[str, Any]]
 _MOST_POINTS = 4000  # of a line
 _MOST_LINES = 16
-_MOST_RUNS_OF_ROWS = 20
+_MOST_BARS = 60
 
 
 def about(run: RecordedRun) -> Items:
@@ -33,29 +33,21 @@ def about(run: RecordedRun) -> Items:
     lost = [f"worker {one['rank']} after {one['after_s']:.1f} s" for one in report["lost"]]
     back = [f"worker {one['rank']}" for one in report["came_back"]]
     servers = f", {counted(report['servers'], 'server')}" if report.get("servers") else ""
+    first, last = run.training
+    evaluated = (run.ranks[0].get("evaluated") or {}) if run.ranks else {}
     facts = {
         "script": script.removeprefix("-m "),
         "strategy": report["strategy"],
         "workers": f"{run.workers}{servers}",
         "steps": report["steps"],
-        "training": _span_s(run),
+        "training": f"{(last - first) / 1e9:.2f} s (the whole run: {report['seconds']:.1f} s)",
         "samples/s": f"{rate:,.0f}" if isinstance(rate, float) else "",
         "slowed down": ", ".join(report.get("slow") or []),
         "lost": ", ".join(lost),
         "came back": ", ".join(back),
-        "evaluated": _evaluated(run),
+        "evaluated": ", ".join(f"{k or 'metric'} {v:.4g}" for k, v in evaluated.items()),
     }
     yield {"type": "facts", "rows": [[k, str(v)] for k, v in facts.items() if v not in ("", None)]}
-
-
-def _span_s(run: RecordedRun) -> str:
-    first, last = run.training
-    return f"{(last - first) / 1e9:.2f} s (the whole run: {run.report['seconds']:.1f} s)"
-
-
-def _evaluated(run: RecordedRun) -> str:
-    values = run.ranks[0].get("evaluated") or {} if run.ranks else {}
-    return ", ".join(f"{name or 'metric'} {value:.4g}" for name, value in values.items())
 
 
 # ------------------------------------------------------------------------------ timeline, loss
@@ -163,11 +155,21 @@ def topology(run: RecordedRun) -> Items:
         return
     picture = base64.b64encode(cluster_svg(cluster).encode()).decode()
     yield {"type": "picture", "svg": picture, "text": f"the cluster {cluster.name}"}
-    rows = link_loads(run, cluster)
     heads = ["level", "link", "crossed by", "mean rate", "line rate", "load"]
+    note = "Messages between workers count at the outermost level that they cross."
+    yield from _table(heads, link_loads(run, cluster), 2, note=note)
+
+
+def _table(heads: list[str], rows: list[list[str]], left: int = 1, **more: str) -> Items:
     if rows:
-        note = "Messages between workers count at the outermost level that they cross."
-        yield {"type": "table", "heads": heads, "rows": rows, "note": note, "left": 2}
+        yield {"type": "table", "heads": heads, "rows": rows, "left": left, **more}
+
+
+def _bars(title: str, rows: Iterable[tuple[str, float, str]]) -> Items:
+    """A name, a length, and how it is written; nothing where all are 0."""
+    known = list(rows)
+    if any(length for _, length, _ in known):
+        yield {"type": "bars", "title": title, "rows": known}
 
 
 # ------------------------------------------------------------------------------ strategies
@@ -175,46 +177,31 @@ def topology(run: RecordedRun) -> Items:
 
 def staleness(run: RecordedRun) -> Items:
     """Updates between a pull and its push; steps ahead of the slowest worker."""
-    counts: Counter[int] = Counter()
-    for server in _servers(run):
-        counts.update({int(k): n for k, n in server.get("missed_updates", {}).items()})
-    if counts:
-        yield _histogram("Updates between a pull and its push", counts)
-    ahead: Counter[int] = Counter()
-    for _, found in run.syncs("steps_ahead"):
-        ahead.update({int(k): n for k, n in found.items()})
-    if ahead:
-        yield _histogram("Steps that a worker was ahead of the slowest, at its pulls", ahead)
-    means = [
-        (rank["rank"], one[key], one[f"most_{key}"])
+    missed = [one.get("missed_updates", {}) for one in _servers(run)]
+    yield from _histogram("Updates between a pull and its push", missed)
+    ahead = [found for _, found in run.syncs("steps_ahead")]
+    yield from _histogram("Steps that a worker was ahead of the slowest, at its pulls", ahead)
+    behind = [
+        (f"rank {rank['rank']}", one[key], f"{one[key]:.2f}, at most {one[f'most_{key}']}")
         for rank in run.ranks
         for one in rank.get("sync") or []
         for key in ("steps_behind", "updates_in_between")
         if key in one
     ]
-    if means:
-        rows = [[f"rank {rank}", mean, f"{mean:.2f}, at most {most}"] for rank, mean, most in means]
-        yield {"type": "bars", "title": "Steps or updates behind, on average", "rows": rows}
-    workers = {rank: one for server in _servers(run)[:1] for rank, one in server["workers"].items()}
-    if workers:
-        verdicts = ("admitted", "folded", "dropped")
-        rows = [
-            [f"rank {r}", *(str(one.get(v, 0)) for v in verdicts)] for r, one in workers.items()
-        ]
-        yield {
-            "type": "table",
-            "title": "Pushes",
-            "heads": ["", *verdicts],
-            "rows": rows,
-            "left": 1,
-        }
+    yield from _bars("Steps or updates behind, on average", behind)
+    verdicts = ["admitted", "folded", "dropped"]
+    workers = [item for server in _servers(run)[:1] for item in server["workers"].items()]
+    rows = [[f"rank {rank}", *(str(one.get(v, 0)) for v in verdicts)] for rank, one in workers]
+    yield from _table(["", *verdicts], rows, title="Pushes")
 
 
-def _histogram(title: str, counts: Counter[int]) -> dict[str, Any]:
-    rows = [[str(k), counts[k], f"{counts[k]:,}"] for k in range(max(counts) + 1)]
-    if len(rows) > 60:
-        rows = [[str(k), n, f"{n:,}"] for k, n in sorted(counts.items())][:60]
-    return {"type": "bars", "title": title, "rows": rows}
+def _histogram(title: str, found: list[dict[str, int]]) -> Items:
+    counts: Counter[int] = Counter()
+    for one in found:
+        counts.update({int(k): n for k, n in one.items()})
+    most = max(counts, default=-1)
+    shown = range(most + 1) if most < _MOST_BARS else sorted(counts)[:_MOST_BARS]
+    yield from _bars(title, ((str(k), counts[k], f"{counts[k]:,}") for k in shown))
 
 
 def _servers(run: RecordedRun) -> list[dict[str, Any]]:
@@ -227,12 +214,13 @@ def consensus(run: RecordedRun) -> Items:
         ("consensus_distance", "mean distance of the replicas to their mean"),
         ("distance_to_neighbours", "distance to the neighbours"),
     ):
+        lines = []
         found = run.syncs(key)[: 1 if key == "consensus_distance" else _MOST_LINES]
-        lines = [
-            {"name": f"rank {r}" if len(found) > 1 else "distance", "x": [p[0] for p in pairs],
-             "y": [p[1] if math.isfinite(p[1]) else None for p in pairs]}
-            for r, pairs in found
-        ]  # fmt: skip
+        for rank, pairs in found:
+            y = [value if math.isfinite(value) else None for _, value in pairs]
+            x = [step for step, _ in pairs]
+            known = f"rank {rank}" if len(found) > 1 else "distance"
+            lines.append({"name": known, "x": x, "y": y})
         if lines:
             yield {"type": "lines", "title": name, "x": "step", "y": "distance", "lines": lines}
 
@@ -240,66 +228,43 @@ def consensus(run: RecordedRun) -> Items:
 def servers(run: RecordedRun) -> Items:
     """Load per server, hot rows."""
     known = _servers(run)
-    heads = ["", "updates", "requests", "received", "sent", "CPU"]
-    rows = [
-        [
-            f"server {number}",
-            *(f"{one.get(key, 0):,}" for key in ("updates", "requests")),
-            *(show_bytes(one.get(key, 0)) for key in ("received_bytes", "sent_bytes")),
-            show_seconds(one.get("cpu_s", 0.0)),
-        ]
-        for number, one in enumerate(known)
-    ]
-    if rows:
-        shared = any(value for _, value in run.syncs("shared_memory"))
-        note = (
-            "Bytes over sockets; gradients and weights go through shared memory." if shared else ""
-        )
-        yield {"type": "table", "heads": heads, "rows": rows, "left": 1, "note": note}
-    for _, tables in run.syncs("tables")[:1]:
-        for name, load in tables.items():
-            hot = [
-                [f"row {one['row']}", one["pulls"], f"{one['pulls']:,}"] for one in load["hottest"]
-            ]
-            if hot:
-                share = load["hottest_percent"]["share"]
-                title = f"Hottest rows of {name}: the hottest 1% take {share:.1%} of pulls"
-                yield {"type": "bars", "title": title, "rows": hot[:_MOST_RUNS_OF_ROWS]}
-            loads = load["as_served"]  # of servers, and then of their other replicas
-            copies = [f"replica {i + 1}" for i in range(len(loads) - len(known))]
-            names = [*(f"server {i}" for i in range(len(known))), *copies]
-            served = [[name, n, f"{n:,}"] for name, n in zip(names, loads, strict=False)]
-            if sum(n for _, n, _ in served):
-                yield {"type": "bars", "title": f"Pulls of {name} by server", "rows": served}
+    rows = []
+    for number, one in enumerate(known):
+        counts = [f"{one[key]:,}" for key in ("updates", "requests")]
+        sizes = [show_bytes(one[key]) for key in ("received_bytes", "sent_bytes")]
+        rows.append([f"server {number}", *counts, *sizes, show_seconds(one["cpu_s"])])
+    note = "Bytes over sockets"
+    note += "; others go through shared memory." if run.syncs("shared_memory") else "."
+    yield from _table(["", "updates", "requests", "received", "sent", "CPU"], rows, note=note)
+    for name, load in run.syncs("tables")[0][1].items() if run.syncs("tables") else ():
+        share = load["hottest_percent"]["share"]
+        title = f"Hottest rows of {name}: the hottest 1% take {share:.1%} of pulls"
+        hottest = [(one["row"], one["pulls"]) for one in load["hottest"]]
+        yield from _bars(title, ((f"row {row}", n, f"{n:,}") for row, n in hottest))
+        loads = load["as_served"]  # of servers, and then of their other replicas
+        names = [f"server {i}" for i in range(len(known))]
+        names += [f"replica {i + 1}" for i in range(len(loads) - len(known))]
+        served = ((one, n, f"{n:,}") for one, n in zip(names, loads, strict=False))
+        yield from _bars(f"Pulls of {name} by server", served)
 
 
 def leaders(run: RecordedRun) -> Items:
     """Servers that were lost, and how long nobody answered for them."""
-    rows = [
-        [
-            f"server {one['server']}",
-            f"shard {one['shard']}, replica {one['replica']}",
-            f"{one['after_s']:.2f} s",
-            str(one["how"]),
-            "yes" if one["is_started_again"] else "no",
-        ]
-        for one in run.report.get("servers_lost") or []
-    ]
-    if rows:
-        heads = ["lost", "was", "after", "how", "started again"]
-        yield {"type": "table", "heads": heads, "rows": rows, "left": 5}
+    rows = []
+    for one in run.report.get("servers_lost") or []:
+        place = f"shard {one['shard']}, replica {one['replica']}"
+        again = "yes" if one["is_started_again"] else "no"
+        rows.append(
+            [f"server {one['server']}", place, f"{one['after_s']:.2f} s", one["how"], again]
+        )
+    yield from _table(["lost", "was", "after", "how", "started again"], rows, 5)
     gaps = [
-        [f"rank {rank}, shard {shard}", sum(times), f"{len(times)}×, {show_seconds(sum(times))}"]
+        (f"rank {rank}, shard {shard}", sum(times), f"{len(times)}×, {show_seconds(sum(times))}")
         for rank, shards in run.syncs("interruptions_s")
         for shard, times in enumerate(shards)
-        if times
     ]
-    if gaps:
-        yield {
-            "type": "bars",
-            "title": "Changes of a shard's replicas, and how long nobody answered",
-            "rows": gaps,
-        }
+    title = "Changes of a shard's replicas, and how long nobody answered"
+    yield from _bars(title, [gap for gap in gaps if gap[1]])
 
 
 def memory(run: RecordedRun) -> Items:
@@ -307,9 +272,8 @@ def memory(run: RecordedRun) -> Items:
         ("peak_device_bytes", "Peak memory of the GPU"),
         ("peak_host_bytes", "Peak memory of the process, with Python and torch"),
     ):
-        rows = [[f"rank {r['rank']}", r[key], show_bytes(r[key])] for r in run.ranks if r.get(key)]
-        if rows:
-            yield {"type": "bars", "title": title, "rows": rows}
+        peaks = [(f"rank {r['rank']}", r[key]) for r in run.ranks if r.get(key)]
+        yield from _bars(title, ((name, peak, show_bytes(peak)) for name, peak in peaks))
 
 
 SECTIONS: Sequence[tuple[str, Callable[[RecordedRun], Items]]] = (
@@ -342,7 +306,5 @@ def _made(items: Callable[[RecordedRun], Items], run: RecordedRun) -> list[dict[
     try:
         return list(items(run))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise BadInput(
-            f"the report of {run.name} is not one of shoal run --record: {what}"
-        ) from error
+        what = f"is not one of shoal run --record: {type(error).__name__}: {error}"
+        raise BadInput(f"the report of {run.name} {what}") from error

@@ -50,6 +50,7 @@ from shoal.errors import BadInput
 from shoal.runtime import files
 from shoal.runtime.secret import new_secret, read_secret_file, write_private
 
+RECORDED_TRACE, RECORDED_REPORT = "trace.json", "report.json"  # in the folder of --record
 _MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un

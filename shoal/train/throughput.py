@@ -183,15 +183,13 @@ class StepRecord:
 
     def report(self, origin_ns: int) -> dict[str, Any]:
         """JSON-able: a loss that is no finite number is None. Times are on the trace's clock."""
+        device = self._job.device
+        is_cuda = device.type == "cuda"
         return {
             "losses": [loss if math.isfinite(loss) else None for loss in self.values()],
             "loss_steps": [step for step, _ in self._ends],
             "loss_s": [round((ns - origin_ns) / 1e9, 6) for _, ns in self._ends],
             "microbatches": self._microbatches,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-            "peak_device_bytes": torch.cuda.max_memory_allocated() if _uses_cuda() else None,
+            "peak_device_bytes": torch.cuda.max_memory_allocated(device) if is_cuda else None,
         }
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -125,6 +125,60 @@ def test_bytes_go_to_the_peer_or_along_the_schedule(tmp_path: Path) -> None:
     assert found[2, 0] == 2 * 600
 
 
+PS = {
+    "servers": [
+        {
+            **{"updates": 9, "requests": 40, "received_bytes": 10, "sent_bytes": 20, "cpu_s": 0.5},
+            "workers": {"0": {"admitted": 9, "folded": 0, "dropped": 0}},
+            "missed_updates": {"0": 7, "2": 1},
+        }
+    ],
+    "steps_ahead": {"1": 3},
+    "tables": {
+        "words": {
+            "hottest": [{"row": 5, "pulls": 80}],
+            "hottest_percent": {"share": 0.5},
+            "as_served": [80, 20],
+        }
+    },
+    "interruptions_s": [[0.25]],
+}
+GOSSIP = {"consensus_distance": [[10, 2.0], [20, float("inf")]]}
+LOST = {"server": 1, "shard": 0, "replica": 1, "how": "was killed", "after_s": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        (
+            PS,
+            {
+                "Staleness": [["0", "1", "2"], ["0", "1"], ["rank 0"]],
+                "Servers": [["server 0"], ["row 5"], ["server 0", "replica 1"]],
+                "Leader changes": [["server 1"], ["rank 0, shard 0", "rank 1, shard 0"]],
+            },
+        ),
+        (GOSSIP, {"Consensus distance": [[2.0, None]]}),
+    ],
+)
+def test_what_a_strategy_counts_is_shown(
+    tmp_path: Path, sync: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    document = report(2)
+    document["servers_lost"] = [{**LOST, "is_started_again": True}] if sync is PS else []
+    for rank in document["ranks"]:
+        rank["sync"] = [sync]
+    known = Parsed(page([recorded(tmp_path / "run", document, spans(2))])).sections
+    found = {
+        title: [
+            item["lines"][0]["y"] if "lines" in item else [row[0] for row in item["rows"]]
+            for item in known[title]
+        ]
+        for title in expected
+    }
+    assert found == expected
+
+
 WIRE, NET = LinkSpec("wire", 1e9, 1e-6), LinkSpec("net", 1e6, 1e-5)
 PAIRS = Cluster("pairs", Device("d", 1e9, 1e9, {"fp32": 1e12}), Node(2, fabric=WIRE, nic=NET), 2)
 
@@ -150,7 +204,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({}, "is no recorded run: trace.json and report.json is not there"),
+        ({}, "is no recorded run: it has no trace.json and no report.json"),
         ({"report.json": "{}", "trace.json": "{}"}, "report.json is no report of shoal run"),
         ({"report.json": '{"ranks": []}', "trace.json": "[]"}, "trace.json is no trace"),
         (
