@@ -231,7 +231,7 @@ def _measured(kind: str, name: str, num_bytes: int, counts: Sequence[int]) -> di
 
 def sweep(
     kinds: Iterable[str], counts: Sequence[int], num_bytes: int, cost: Link
-) -> tuple[list[dict[str, Any]], list[Part], dict[str, list[tuple[float, float]]]]:
+) -> tuple[list[dict[str, object]], list[Part], dict[str, list[tuple[int, float]]]]:
     """All algorithms over numbers of ranks: for JSON, as tables, and as lines of a chart."""
     parts: list[Part] = []
     documents, lines = [], {}

@@ -18,7 +18,7 @@ from shoal.comm.mesh import AXES, axes
 from shoal.commands import options
 from shoal.commands.launching import command_for, strategy_for
 from shoal.commands.memory import estimates
-from shoal.commands.output import plain_table, show, write_text
+from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import Subject, workload_of_script
 from shoal.errors import BadInput, ShoalError
 from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
@@ -139,7 +139,7 @@ def explain(
         write_text(svg, picture(title, held, lanes, sent))
     rows = [_sent_row(one) for one in sent] or [["nothing", "-", "-", "-"]]
     steps = [[lane, *cells] for lane, cells in lanes.items()]
-    parts = [
+    parts: list[Part] = [
         f"{programs}{servers}\n",
         _table_of_held(title, held, found["servers"]),
         _tp_words(found["roles"]),
@@ -170,9 +170,7 @@ def _show_all(as_json: bool) -> None:
         layout = one.layout({"single": 1, "ddp + pp(2)": 4}.get(text, 2))
         steps = five_steps(one.sync_for(_with_other_data(layout)))
         _, _, reduce, update, pull = steps[0]
-        if len(steps) > 1 and steps[1][3] != "-":
-            update = "server"
-        rows.append([text, class_of(layout), reduce, update, pull])
+        rows.append([text, class_of(layout), reduce, "server" if steps[1:] else update, pull])
         documents.append({"strategy": text, "class": rows[-1][1], "steps": steps})
     title = "Table 11.2.1: single or multiple programs (SP, MP) on single or multiple data (SD, MD)"
     table = plain_table(title, ["strategy", "class", *STEPS[2:]], rows, left=5)
@@ -208,7 +206,7 @@ def _held(
             "worker": rank,
             **{"axes": places, "layers": of_stage["layers"], "samples": samples},
             "updates": of_stage["layers"] if owned is None else owned[places.get("dp", 0)],
-            **{kind: memory[kind] for kind in ("parameters", "gradients", "optimizer")},
+            **{kind: memory[kind] for kind in ("parameters", "gradients", "optimizer", "server")},
         }
 
 
@@ -271,12 +269,15 @@ def _bytes(
 
 def _lanes(strategy: Strategy, layout: Layout, servers: int) -> dict[str, list[str]]:
     """Workers and servers, each with its five steps."""
-    worker, *server = five_steps(strategy.sync_for(_with_other_data(layout)))
+    term = strategy.sync_for(_with_other_data(layout))
+    worker, *server = five_steps(term)
     lanes = {}
     for rank in range(min(layout.workers, _MOST_WORKERS)):
         stage = _places(layout, rank).get("pp")
         lanes[f"worker {rank}" + (f", stage {stage}" if stage is not None else "")] = worker
-    return lanes | {f"server {n}": server[0] for n in range(servers)}
+    inside = {"rank0": 1, "workers": len(lanes)}.get(getattr(term, "placement", ""), 0)
+    names = [f"server {n}" for n in range(servers)] + [f"server in {n}" for n in [*lanes][:inside]]
+    return lanes | {name: server[0] for name in names}
 
 
 def _short(layers: Sequence[str]) -> str:
@@ -339,8 +340,8 @@ def picture(
             body.append(drawing.box(corner, (122, 52), "idle" if idle else "box", rx=6, fill=fill))
             body.append(drawing.text(corner[0] + 8, top + 31, "" if idle else cell, "note"))
     bottom = 78 + 62 * len(lanes) + 22
-    for n, one in enumerate(sent):
-        words = "{}: {} over {}: {} a worker".format(*_sent_row(one))
+    for n, exchange in enumerate(sent):
+        words = "{}: {} over {}: {} a worker".format(*_sent_row(exchange))
         body.append(drawing.text(24, bottom + 20 * n, words, "note"))
     return drawing.document(
         title, (1000, bottom + 20 * len(sent) + 10), drawing.WORDS + _STYLE, body, "#fff"

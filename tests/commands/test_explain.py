@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.commands.explain import STEPS, class_of, five_steps
+from shoal.commands.explain import STEPS, _lanes, class_of, five_steps
 from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import _SYNC
 from tests import scripts
@@ -131,3 +131,20 @@ def test_all_strategies_in_one_table() -> None:
 def test_what_cannot_be_explained(words: list[str], why: str) -> None:
     answer = shoal("explain", *words)
     assert (answer.exit_code, answer.stdout) == (2, "") and why in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "names"),
+    [
+        ("ps(servers=2)", 2, ["server 0", "server 1"]),
+        ('ps(placement="rank0")', 0, ["server in worker 0"]),
+        ('ps(placement="workers")', 0, ["server in worker 0", "server in worker 1"]),
+    ],
+)
+def test_servers_have_lanes_wherever_they_are(
+    strategy: str, servers: int, names: list[str]
+) -> None:
+    value = as_strategy(strategy)
+    lanes = _lanes(value, value.layout(2), servers)
+    assert list(lanes) == ["worker 0", "worker 1", *names]
+    assert all(lanes[name][3] == "weights" for name in names)
