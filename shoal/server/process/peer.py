@@ -90,6 +90,7 @@ class Peer:
         self.has_entered = False
         self.ok = Header(FrameKind.OK, self.worker, self.model_id)
         self.has_reconnected = False
+        self.shared_bytes = 0  # that the worker takes from memory which it shares
         self.table_reader = TableReader()
         self.row_buffer = RowBuffer()
         self._moved: Elsewhere | None = None
@@ -259,7 +260,7 @@ class Peer:
         registered = self._check(header)
         slowness, connection = self.host.slowness, self.connection
         end_bytes = connection.received_bytes + header.payload_bytes
-        start_ns, sent_bytes = time.monotonic_ns(), connection.sent_bytes
+        start_ns, before_bytes = time.monotonic_ns(), connection.sent_bytes + self.shared_bytes
         try:
             slowness.begin()
             self._check_place(header)
@@ -269,7 +270,8 @@ class Peer:
             registered.handler(self, header, meta if message is None else decode(meta, message))
             slowness.pay()
             if self.host.tracer.enabled and self.channel in _TRACED:
-                told = (header.kind.name, None, connection.sent_bytes - sent_bytes, self.worker)
+                num_bytes = connection.sent_bytes + self.shared_bytes - before_bytes
+                told = (header.kind.name, None, num_bytes, self.worker)
                 track = f"{self.channel} rank {self.worker}"
                 self.host.tracer.add(
                     _TRACED[self.channel], start_ns, time.monotonic_ns(), track, *told

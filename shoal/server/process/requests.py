@@ -290,6 +290,8 @@ def pull(peer: Peer, header: Header, request: messages.Pull) -> None:
     payload = [bytes_of(loss_flags)]
     if weights is not None:
         payload.append(bytes_of(weights))
+    else:
+        peer.shared_bytes += peer.model.state.shard.pulled.nbytes
     peer.reply_committed(encode(pulled), *payload)
 
 
