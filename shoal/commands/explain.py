@@ -154,7 +154,7 @@ def explain(
 _NOTE = (
     "forward and backward are bound by compute, the update by memory, the others by links. Sent: "
     "by one worker in a step, the fullest one, as plans count it. Workers and ranks count from 0: "
-    "device 1 of a textbook is worker 0."
+    "device 1 of a textbook is worker 0. Experts (ep) are named as those of the first worker."
 )
 
 
