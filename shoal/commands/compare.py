@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from shoal.cluster.units import show_bytes, show_seconds
+from shoal.cluster.units import parse_bytes_per_s, show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import WORKER_COMMAND, command_for, config_for, strategy_for
 from shoal.commands.output import Part, plain_table, show
@@ -30,8 +32,10 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import discard_lines
 from shoal.launch.here.process_config import replication_of
+from shoal.launch.losses.lost_workers import tolerance_of
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of, speed_ups
 from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.preemption import NO_GRACE_S, ending_by_exception
@@ -56,7 +60,12 @@ Strategies = Annotated[
 
 
 def compare(
-    script: options.Script = "digits",
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            help="A script that calls shoal.run, or an example.", show_default="gpt --size tiny"
+        ),
+    ] = None,
     args: options.ScriptArgs = None,
     workers: options.Workers = 2,
     strategy: Strategies = None,
@@ -68,6 +77,19 @@ def compare(
             show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
         ),
     ] = None,
+    slow: options.Slow = None,
+    slow_link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
+            "for what it sent in it; repeatable."
+        ),
+    ] = None,
+    kill: options.Kill = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="loss=NUMBER", help="Seconds and steps until the loss is so low."),
+    ] = None,
     seed: options.Seed = None,
     device: options.Device = None,
     apart: Annotated[
@@ -78,76 +100,138 @@ def compare(
     """Train one model under many strategies, and compare them.
 
     The table has the result, the speed, the bytes that a worker sends, and the difference to a
-    run on one worker.
+    run on one worker. With --slow, --slow-link and --kill a laboratory of stragglers: what they
+    cost each strategy.
     """
+    if script is None:  # without BatchNorm, whose statistics differ between strategies
+        script, args = "gpt", ["--size", "tiny"]
     command = command_for(script, args)
     target = command[2:] if command[1] == "-m" else command[1:]
     names = _strategies(strategy, workers)
     if steps is None and target[0].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
+    config = replace(config, slow=tuple(slow or ()), kill=tuple(kill or ()))
+    check_faults(config, workers, why_no_servers="shoal compare slows and kills workers")
+    faults = RunFaults(bool(slow or slow_link), bool(kill), _rates(slow_link or (), workers))
+    target_loss = _target(until)
     with ending_by_exception(), scratch_folder("compare") as folder:
-        groups = alternating(names, workers, folder, steps, apart)
-        comparison = Comparison(target, config, groups, folder, steps)
+        groups = alternating(names, workers, folder, steps, apart, faults)
+        comparison = Comparison(
+            target, config, groups, folder, steps, faults.slow_links, target_loss
+        )
         outcomes = by_strategy(comparison)
     document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
     document |= {"complete": not comparison.ended, "runs": [one.to_json() for one in outcomes]}
     length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
     length += " (incomplete)" if comparison.ended else ""
-    table = _table(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
+    title = f"{script} on {counted(workers, 'worker')}{length}"
+    tables = [_table(outcomes, title), _results(outcomes, until)]
     whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
-    parts: list[Part] = [table, *(f"{n}: {why}" for n, why in whys if why and why != INTERRUPTED)]
-    show(document, parts, as_json, width=140)
+    parts: list[Part] = [*tables, *(f"{n}: {why}" for n, why in whys if why and why != INTERRUPTED)]
+    show(document, parts, as_json, width=80, wraps=True)
     if comparison.ended is not None:
         raise comparison.ended
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class RunFaults:
+    """What the runs of a comparison suffer, those of single apart."""
+
+    slows: bool = False
+    kills: bool = False
+    slow_links: dict[int, float] = field(default_factory=dict)  # seconds a byte, by rank
+
+
+def _rates(texts: Sequence[str], workers: int) -> dict[int, float]:
+    """By worker, the seconds for a byte that it sends."""
+    found: dict[int, float] = {}
+    for text in texts:
+        rank, _, rate = text.partition(":")
+        bytes_per_s = parse_bytes_per_s(rate) if rank.isdecimal() and rank.isascii() else None
+        if not bytes_per_s or int(rank[:9]) >= workers or int(rank) in found:
+            raise BadInput(
+                f"--slow-link takes a worker, each once, and a rate, such as "
+                f"{workers - 1}:100Mb/s, not {text[:40]!r}"
+            )
+        found[int(rank)] = 1 / bytes_per_s
+    return found
+
+
+def _target(text: str | None) -> float | None:
+    name, _, number = (text or "loss=0").partition("=")
+    with suppress(ValueError):
+        if name == "loss" and math.isfinite(float(number)):
+            return None if text is None else float(number)
+    raise BadInput(f"--until takes a loss, such as loss=0.2, not {str(text)[:40]!r}")
+
+
 def by_strategy(comparison: Comparison) -> list[RunOutcome]:
     """What the whole run of each strategy came to, with the speed of all of its runs."""
     found = comparison.measure()
-    compared = speed_ups(found)
     pairs = list(zip(comparison.entries, found, strict=True))
+    compared = speed_ups(outcome for run, outcome in pairs if not run.is_clean)
     rows = []
     for one in [outcome for run, outcome in pairs if run.is_whole]:
-        mine = [(run, outcome) for run, outcome in pairs if run.strategy == one.strategy]
+        same = [(run, outcome) for run, outcome in pairs if run.strategy == one.strategy]
+        mine = [each for each in same if not each[0].is_clean]
         alike = [
             [o for run, o in mine if run.threads == n] for n in {run.threads for run, _ in mine}
         ]
         ratios = [1.0] if one.is_single else compared.get(one.strategy, ())
         speeds = [one.with_speeds(runs, ratios) for runs in alike]
-        rows.append(max(speeds, key=lambda outcome: outcome.steps_per_s or 0.0))
+        best = max(speeds, key=lambda outcome: outcome.steps_per_s or 0.0)
+        usual = [o.steps_per_s for run, o in same if run.is_clean and o.steps_per_s]
+        if usual and best.steps_per_s:
+            best = replace(best, slowed=median(usual) / best.steps_per_s)
+        rows.append(best)
     return rows
 
 
 def alternating(
-    names: Sequence[str], workers: int, folder: Path, steps: int | None, apart: bool
+    names: Sequence[str],
+    workers: int,
+    folder: Path,
+    steps: int | None,
+    apart: bool,
+    faults: RunFaults | None = None,
 ) -> list[list[ComparedRun]]:
-    """All runs, by the processes that they share: each strategy has single before and behind it."""
+    """All runs, by the processes that they share: each strategy has single before and behind it.
+
+    Where workers are slow, there are short runs without that, too, in turns with those.
+    """
+    faults = faults or RunFaults()
     short = min(steps or SHORT_STEPS, SHORT_STEPS)
     threads = max(1, cores() // workers)
     numbers = itertools.count()
 
-    def run(name: str, steps: int | None = None, threads: int | None = None) -> ComparedRun:
+    def run(
+        name: str, steps: int | None = None, threads: int | None = None, clean: bool = False
+    ) -> ComparedRun:
         number = next(numbers)
         num_workers = 1 if name == "single" else workers
+        mine, killed = str(folder / str(number)), faults.kills and name != "single"
         return ComparedRun(
-            number, name, num_workers, str(folder / str(number)), steps, threads=threads
+            number, name, num_workers, mine, steps, True, threads, clean, may_lose=killed
         )
 
     def singles(steps: int | None = short) -> list[ComparedRun]:
         narrow = [run("single", short, threads)] if threads < cores() else []
         return [run("single", steps), *narrow]
 
-    if apart:
+    if apart or faults.kills:
         return [[run("single")], *([run(name)] for name in names), [run("single", short)]]
     served = [n for n in names if as_strategy(n).sync_for(workers).has_servers]
     shared = [n for n in names if n not in served]
     together = [run("single", 1), *singles(None), *map(run, shared), *singles()]
     for _ in range(SHORT_ROUNDS if shared else 0):
-        together += [*(run(name, short) for name in shared), *singles()]
-    return [together, *([*singles(), run(name), *singles()] for name in served)]
+        together += [run(name, short) for name in shared]
+        together += [run(name, short, clean=True) for name in shared if faults.slows]
+        together += singles()
+    groups = [together, *([*singles(), run(name), *singles()] for name in served)]
+    return groups + [[run(name, short, clean=True)] for name in served if faults.slows]
 
 
 def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
@@ -174,6 +258,8 @@ class Comparison:
     groups: Sequence[Sequence[ComparedRun]]  # each in processes of its own
     folder: Path
     steps: int | None = None
+    slow_links: dict[int, float] = field(default_factory=dict)
+    until: float | None = None
     failed: dict[str, str] = field(default_factory=dict)  # why, by strategy
     ended: KeyboardInterrupt | SystemExit | None = None  # by a signal, before all runs
 
@@ -196,11 +282,17 @@ class Comparison:
         except (KeyboardInterrupt, SystemExit) as signalled:
             self.ended = signalled
         losses = losses_of(self.base)
-        base = outcome_of(self.base, None, losses)
-        found = [outcome_of(e, None if e == self.base else base, losses) for e in self.entries]
+        base = outcome_of(self.base, None, losses, self.until)
+        found = [
+            base if entry == self.base else outcome_of(entry, base, losses, self.until)
+            for entry in self.entries
+        ]
         why = {one.strategy: INTERRUPTED for one in found if self.ended} | self.failed
+        lost = self.failed if any(entry.may_lose for entry in self.entries) else {}
         return [
-            replace(one, failed=why.get(one.strategy, one.failed)) if one.failed else one
+            replace(one, failed=why.get(one.strategy, one.failed))
+            if one.failed or one.strategy in lost
+            else one
             for one in found
         ]
 
@@ -225,6 +317,7 @@ class Comparison:
     def _launch(self, group: Sequence[ComparedRun]) -> None:
         document: dict[str, Any] = {"entries": [asdict(entry) for entry in group]}
         document |= {"steps": self.steps, "cores": cores(), "base": asdict(self.base)}
+        document["slow_links"] = self.slow_links
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps(document), encoding="utf-8")
         command = [*WORKER_COMMAND, "compare", str(plan), *self.target]
@@ -234,6 +327,8 @@ class Comparison:
         config = replace(self.config, strategy=str(served), grace_s=NO_GRACE_S)
         copies = replication_of(served, workers)
         spec = LaunchSpec(command, workers, config, served.servers(workers), replication=copies)
+        if group[0].may_lose:
+            spec = replace(spec, tolerance=tolerance_of(served, workers))
         launch(spec, discard_lines, self._say_begun)
 
     def _say_begun(self, record: dict[str, Any]) -> None:
@@ -246,35 +341,59 @@ class Comparison:
 
 
 def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
+    """Speeds and traffic; columns that say nothing of any strategy are left out."""
+    columns: dict[str, Callable[[RunOutcome], str | None]] = {
+        "steps/s": lambda o: _shown(o.steps_per_s, "{:,.1f}".format),
+        "CPU a\nstep": lambda o: _shown(o.cpu_s_per_step, show_seconds),
+        "speed-\nup": lambda o: _shown(o.speed_up, "{:.2f}×".format),
+        "spread": lambda o: (
+            f"{min(o.speed_ups):.2f}–{max(o.speed_ups):.2f}" if len(o.speed_ups) > 1 else None
+        ),
+        "time by\nfaults": lambda o: _shown(o.slowed, "{:.2f}×".format),
+        "sent a\nstep": lambda o: _shown(o.bytes_sent, lambda n: show_bytes(n / max(1, o.steps))),
+        "idle": lambda o: _shown(o.computing, lambda c: f"{1 - c - (o.injected or 0.0):.0%}"),
+        "drop-\nped": lambda o: _shown(o.dropped, "{:,}".format),
+        "stale": lambda o: _shown(o.staleness, "{:.1f}".format),
+    }
+    found = {head: [cell(o) for o in outcomes] for head, cell in columns.items()}
+    shown = {head: cells for head, cells in found.items() if any(cells)}
+    rows = [
+        [one.strategy, *(cells[n] or "–" for cells in shown.values())]
+        for n, one in enumerate(outcomes)
+    ]
+    table = plain_table(title, ["strategy", *shown], rows, left=1)
+    table.columns[0].overflow = "fold"
+    return table
+
+
+def _results(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
+    """What the runs came to."""
     names = [list(o.evaluated) for o in outcomes if o.evaluated]
     metric = next((name for group in names for name in group if name != "loss"), None)
     tested = any("loss" in group for group in names)
     heads = ["strategy", "test\nloss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
-    heads += ["steps/s", "CPU a\nstep", "speed-\nup", "sent a\nstep", "idle", "against single"]
-    table = plain_table(title, heads, [_row(outcome, metric) for outcome in outcomes], left=1)
-    table.columns[-1].justify = "left"
-    table.columns[0].overflow = "fold"
+    heads += [] if until is None else [f"seconds to\n{until}", "steps"]
+    rows = []
+    for one in outcomes:
+        row = [one.strategy, _shown(one.loss, "{:.4f}".format)]
+        if metric is not None:
+            form = "{:.1%}" if metric == "accuracy" else "{:.4g}"
+            row.append(_shown((one.evaluated or {}).get(metric), form.format))
+        if until is not None:
+            row += [_shown(one.until_s, "{:.2f}".format), _shown(one.until_steps, "{:,}".format)]
+        rows.append([*(cell or "–" for cell in row), _verdict(one)])
+    table = plain_table("", [*heads, "against single"], rows, left=1)
+    table.columns[-1].justify, table.columns[0].overflow = "left", "fold"
     return table
 
 
-def _row(outcome: RunOutcome, metric: str | None) -> list[str]:
-    def shown(value: float | None, form: str, unit: str = "") -> str:
-        return "–" if value is None else format(value, form) + unit
+def _shown(value: float | None, show: Callable[[float], str]) -> str | None:
+    return None if value is None else show(value)
 
-    row = [outcome.strategy, shown(outcome.loss, ".4f")]
-    if metric is not None:
-        value = (outcome.evaluated or {}).get(metric)
-        row.append(shown(value, ".1%" if metric == "accuracy" else ".4g"))
-    sent = outcome.bytes_sent
-    row += [
-        shown(outcome.steps_per_s, ",.1f"),
-        "–" if outcome.cpu_s_per_step is None else show_seconds(outcome.cpu_s_per_step),
-        shown(outcome.speed_up, ".2f", "×"),
-        "–" if sent is None else show_bytes(sent / max(1, outcome.steps)),
-        "–" if outcome.computing is None else f"{1 - outcome.computing:.0%}",
-    ]
-    if not outcome.ran:
-        is_failed = outcome.failed != INTERRUPTED
-        return [*row, "refused" if outcome.refused else "failed" if is_failed else INTERRUPTED]
-    return [*row, "" if outcome.workers == 1 else outcome.against_single]
+
+def _verdict(one: RunOutcome) -> str:
+    if not one.ran:
+        is_failed = one.failed != INTERRUPTED
+        return "refused" if one.refused else "failed" if is_failed else INTERRUPTED
+    return "" if one.workers == 1 else one.against_single

@@ -73,16 +73,14 @@ class ScaleRow:
         def shown(value: float | None, show: Callable[[float], str]) -> str:
             return "–" if value is None else show(value)
 
-        spread = "–"
-        if self.low is not None and self.high is not None:
-            spread = f"{_times(self.low)} to {_times(self.high)}"
+        spread = f"{shown(self.low, _times)} to {shown(self.high, _times)}"
         return [
             f"{self.workers:,}",
             self.how,
             shown(self.step_s, show_seconds),
             shown(self.cpu_s_per_step, show_seconds),
             shown(self.speed_up, _times),
-            spread,
+            "–" if self.low is None else spread,
             *(shown(v, "{:.0%}".format) for v in (self.efficiency, self.communication)),
             shown(self.waiting, "{:.0%}".format),
             shown(self.predicted_speed_up, _times),
@@ -292,15 +290,14 @@ def _show(
     svg: Path | None,
     as_json: bool,
 ) -> None:
-    title = f"speed-up of {script} over one worker"
     lines = _lines(rows, list(predicted.values()))
-    parts: list[Part] = [*_tables(script, rows, bool(predicted))]
+    parts = [*_tables(script, rows, bool(predicted))]
     if lines:
         across = Axis("workers", "{:,.0f}".format, is_log=True)
         up = Axis("speed-up", "{:g}".format, is_log=True, base=2.0)
         parts += [*text_chart(across, up, lines), ""]
         if svg is not None:
-            write_text(svg, line_chart(title, across, up, lines))
+            write_text(svg, line_chart(f"speed-up of {script}", across, up, lines))
     elif svg is not None:
         notes = [*notes, f"there is no speed-up to draw: {svg} is not written"]
     whys = [f"{one.strategy} on {counted(one.workers, 'worker')}: {one.why}" for one in rows
@@ -336,6 +333,4 @@ def _tables(script: str, rows: Sequence[ScaleRow], is_predicted: bool) -> Iterat
         cells = [row.cells()[: len(heads)] for row in (*single, *mine)]
         table = plain_table(f"{script} under {name}, the same global batch", heads, cells)
         table.columns[1].justify = "left"
-        for column in table.columns:
-            column.no_wrap = True
         yield from (table, "")

@@ -30,9 +30,10 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.run import replaced_run, run
 from shoal.launch.rank.worker import Train, Worker
-from shoal.observe.comparison import ComparedRun, patience_s
+from shoal.observe.comparison import ComparedRun, patience_s, sent_bytes
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.trace import INJECTED
 from shoal.runtime.waits import Backoff
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
@@ -53,16 +54,22 @@ class ComparisonWorker(Worker):
         steps: Any,
         models: set[Any],
         most_s: float | None,
+        slow_links: dict[str, float],
     ):
-        """`most_s`: a run that takes longer fails, so that others come to their turn."""
+        """`most_s`: a run that takes longer fails; `slow_links`: seconds a byte, by rank."""
         folder = Path(entry.folder)
         config = replace(RunConfig.from_environment(), progress_fd=None)
         config = replace(config, trace_dir=folder if entry.traced else None)
+        has_faults = not entry.is_clean and entry.strategy != "single"
+        if not has_faults:
+            config = replace(config, slow=(), kill=())
         super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
         self.reports = RunDir(folder)
         self.steps = entry.steps or steps
         self._models = models
-        self._is_first = entry.is_first
+        self._entry = entry
+        self._link_s_per_byte = slow_links.get(str(placement.rank), 0.0) if has_faults else 0.0
+        self._paced = 0.0  # bytes that a slow link has carried
         self._most_s = most_s
         self._start_s = time.monotonic()
         self._sent = 0
@@ -80,18 +87,29 @@ class ComparisonWorker(Worker):
             return  # a run that a signal has cut short has no result
         losses = self._steps.values()
         wall_s = time.monotonic() - self._start_s
-        own = {"losses": losses, "group_bytes": self._sent, "wall_s": wall_s}
+        own = {
+            **self._steps.report(0),
+            "losses": losses,
+            "group_bytes": self._sent,
+            "wall_s": wall_s,
+        }
         self.reports.write(self.reports.report(self.rank), {**job.report(), **own})
 
     def mark_finished(self) -> None:
-        return None
+        if self._entry.may_lose:  # the only run of this process
+            super().mark_finished()
 
     def fail(self, error: Exception) -> None:
-        if self._is_first or not isinstance(error, BadInput):
+        if self._entry.is_first or not isinstance(error, BadInput):
             super().fail(error)
 
     def _note(self, step: Step, loss: Tensor) -> None:
         self._sent = self._tracer.sent.total
+        if self._link_s_per_byte:  # a paced sender: the next step begins when these bytes are out
+            before = self._paced
+            self._paced = sent_bytes(self._entry, [step.sync.report()], self._sent) or 0.0
+            with self._tracer.span(INJECTED, "--slow-link"):
+                time.sleep((self._paced - before) * self._link_s_per_byte)
         if self._most_s is not None and time.monotonic() - self._start_s > self._most_s:
             raise ShoalError(
                 f"stopped after {counted(len(self._steps.losses), 'step')}: more than "
@@ -131,7 +149,8 @@ def compare(train: Train, plan: dict[str, Any]) -> None:
             narrowed = replace(narrowed, rendezvous=f"{placement.rendezvous}-{number}")
         try:
             most_s = patience_s(ComparedRun(**plan["base"]))
-            ComparisonWorker(entry, narrowed, plan["steps"], models, most_s).run(train)
+            links = plan.get("slow_links", {})
+            ComparisonWorker(entry, narrowed, plan["steps"], models, most_s, links).run(train)
         except BadInput as error:
             if entry.is_first:
                 raise

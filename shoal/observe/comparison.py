@@ -13,7 +13,7 @@ from typing import Any
 from shoal.observe.time_shares import Arrivals, TimeShares, time_shares
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import read_spans
-from shoal.runtime.wording import counted
+from shoal.runtime.wording import counted, listed
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
 
@@ -23,6 +23,7 @@ SPREAD = 1.5  # the largest speed-up over the smallest, up to which their median
 CREDIBLE = 1.2  # a speed-up over the number of workers: caches give that much, no more
 _SLOW = 10  # times as long as single, which a run may take, and at least
 _PATIENCE_S = 60.0
+_WINDOW = 10  # steps whose mean loss is compared with that of --until
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ComparedRun:
     steps: int | None = None  # after which it is stopped; None: as many as all others
     traced: bool = True  # spans take time, too: without them there is no idle time
     threads: int | None = None  # of one worker; None: as many as it has cores
+    is_clean: bool = False  # without the faults of the comparison, to see what these cost
+    may_lose: bool = False  # workers are killed: those that are left have the result
 
     @property
     def is_first(self) -> bool:
@@ -62,7 +65,12 @@ class RunOutcome:
     their median, where they agree and workers can be that fast.
     `loss_difference` is the largest difference to the loss of the same step of single, relative
     to the largest loss, where a strategy promises the same. `loss_gap` is loss minus single's,
-    `single_steps` the steps after which single had its own.
+    `single_steps` the steps after which single had its own. With faults (--slow, --kill,
+    --slow-link), which single has none of, `slowed` is the time of a step over that of runs without
+    them, `lost` the killed workers. `dropped` are pushes that came too late, `staleness` is the
+    mean of updates (gossip: steps) between reading weights and using them. `until_s` and
+    `until_steps`, from the end of the first step, are when the mean loss of ten steps of all
+    workers was as low as --until says.
     """
 
     strategy: str
@@ -87,6 +95,13 @@ class RunOutcome:
     loss_difference: float | None = None
     loss_gap: float | None = None
     single_steps: int | None = None
+    injected: float | None = None
+    slowed: float | None = None
+    lost: tuple[int, ...] = ()
+    dropped: int | None = None
+    staleness: float | None = None
+    until_s: float | None = None
+    until_steps: int | None = None
 
     @property
     def ran(self) -> bool:
@@ -109,10 +124,11 @@ class RunOutcome:
             is_equal = self.loss_difference <= EQUAL
             shown = f"{self.loss_difference:.0e}" if is_equal else f"{self.loss_difference:.1%}"
             return f"equal ({shown})" if is_equal else f"differs by {shown}"
+        lost = f"without {listed('worker', self.lost)}: " if self.lost else ""
         if self.loss is None:
-            return "the loss is not a finite number"
+            return f"{lost}the loss is not a finite number"
         is_as_long = self.single_steps in (None, self.steps)
-        words = f"loss {self.loss:.3f}"
+        words = f"{lost}loss {self.loss:.3f}"
         words += "" if is_as_long else f" after {counted(self.steps, 'step')}"
         first, last = self.first_loss, self.training_loss
         if first is not None and last is not None and last >= first:
@@ -160,14 +176,17 @@ class RunOutcome:
 
 
 def outcome_of(
-    run: ComparedRun, base: RunOutcome | None, base_losses: Sequence[float]
+    run: ComparedRun,
+    base: RunOutcome | None,
+    base_losses: Sequence[float],
+    until: float | None = None,
 ) -> RunOutcome:
     """What the reports of a run say; `base` is the run of single on one worker."""
     reports = [r for r in RunDir(Path(run.folder)).read_reports(run.workers) if r is not None]
     refused = next((r["refused"] for r in reports if "refused" in r), None)
     if refused is not None:
         return RunOutcome(run.strategy, run.workers, refused=str(refused))
-    if len(reports) < run.workers:
+    if len(reports) < (1 if run.may_lose else run.workers):
         return RunOutcome(run.strategy, run.workers, failed="it wrote no report")
     strategy = as_strategy(run.strategy)
     batches = strategy.sync_for(run.workers).batches
@@ -176,9 +195,17 @@ def outcome_of(
     training = _mean([fmean(losses) for losses in last])
     loss = evaluated.get("loss", training)
     rates = [r["samples_per_s"] for r in reports if r["samples_per_s"] is not None]
+    sent = [sent_bytes(run, report["sync"], report.get("group_bytes")) for report in reports]
     times = _times(Path(run.folder), reports)
     speed = steps_per_s(reports, batches is Batches.IN_TURNS)
-    comparable = base and strategy.is_synchronous and strategy.reference != strategy
+    there = {report["rank"] for report in reports}
+    until_s, until_steps = _reached(reports, until)
+    comparable = (
+        base
+        and len(there) == run.workers
+        and strategy.is_synchronous
+        and strategy.reference != strategy
+    )
     return RunOutcome(
         run.strategy,
         run.workers,
@@ -190,7 +217,7 @@ def outcome_of(
         steps_per_s=speed,
         samples_per_s=sum(rates) if rates else None,
         cpu_s_per_step=sum(r["cpu_s_per_step"] or 0.0 for r in reports) or None,
-        bytes_sent=_mean(_sent(run, reports)),
+        bytes_sent=_mean([count for count in sent if count is not None]),
         computing=_mean([t.computing for t in times]),
         waiting=_mean([t.communication for t in times]),
         exposed=_mean([t.exposed for t in times]),
@@ -198,26 +225,58 @@ def outcome_of(
         loss_difference=_difference(reports[0]["losses"], base_losses) if comparable else None,
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
         single_steps=base.steps if base else None,
+        injected=_mean([t.injected for t in times]),
+        lost=tuple(rank for rank in range(run.workers) if rank not in there),
+        dropped=_dropped(reports[0]["sync"]),
+        staleness=_mean([stale for r in reports for stale in map(_staleness, r["sync"]) if stale]),
+        until_s=until_s,
+        until_steps=until_steps,
     )
 
 
-def _sent(run: ComparedRun, reports: Sequence[dict[str, Any]]) -> list[float]:
-    """Bytes of each worker, where they are counted.
+def _reached(reports: Sequence[dict[str, Any]], target: float | None) -> tuple[Any, Any]:
+    """Seconds and steps until the mean loss over ten steps of all workers was that low."""
+    steps = [zip(r["loss_s"], r["loss_steps"], r["losses"], strict=True) for r in reports]
+    done = sorted(one for mine in steps for one in mine)
+    window = _WINDOW * len(reports)
+    for end in range(window, len(done) + 1 if target is not None else 0):
+        if fmean(loss for _, _, loss in done[end - window : end]) <= (target or 0.0):
+            return done[end - 1][0] - done[0][0], max(number for _, number, _ in done[:end])
+    return None, None
+
+
+def _dropped(syncs: Sequence[dict[str, Any]]) -> int | None:
+    """Pushes that came too late, as the servers that decide about them have counted."""
+    leaders = [sync["servers"][0] for sync in syncs if sync.get("servers")]
+    counts = [mine for leader in leaders for mine in leader.get("workers", {}).values()]
+    return sum(mine.get("dropped", 0) for mine in counts) if counts else None
+
+
+def _staleness(sync: dict[str, Any]) -> float | None:
+    for name in ("steps_behind", "updates_in_between"):  # of gossip, of hogwild
+        if name in sync:
+            return float(sync[name])
+    missed = (sync.get("servers") or [{}])[0].get("missed_updates") or {}
+    pushes = sum(missed.values())
+    return sum(int(number) * count for number, count in missed.items()) / pushes if pushes else None
+
+
+def sent_bytes(
+    run: ComparedRun, syncs: Sequence[dict[str, Any]], group_bytes: int | None
+) -> float | None:
+    """What one worker has sent, where it is counted.
 
     By the strategy that synchronizes replicas; where replicas are split, by their groups.
     """
     strategy = as_strategy(run.strategy)
     is_split = run.workers > 1 and strategy.layout(run.workers).replicas < run.workers
-    found = []
-    for report in reports:
-        counts = [sync.get("bytes_sent") for sync in report["sync"]]
-        if is_split and not strategy.sync_for(run.workers).has_servers:
-            counts = [report.get("group_bytes")]
-        elif is_split:
-            counts.append(report.get("group_bytes"))
-        if None not in counts:
-            found.append(sum(counts))
-    return found
+    counts = [sync.get("bytes_sent") for sync in syncs]
+    if is_split and not strategy.sync_for(run.workers).has_servers:
+        counts = [group_bytes]
+    elif is_split:
+        counts.append(group_bytes)
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def speed_ups(runs: Iterable[RunOutcome]) -> dict[str, list[float]]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.predict import groups_of
-from shoal.commands.compare import _strategies, alternating
+from shoal.commands.compare import RunFaults, _rates, _strategies, _target, alternating
 from shoal.errors import BadInput
+from shoal.observe import comparison
 from shoal.observe.comparison import ComparedRun, RunOutcome, speed_ups, steps_per_s
 from tests.scripts import json_of, script, shoal
 
@@ -123,8 +124,8 @@ def test_each_strategy_has_single_before_and_behind_it(monkeypatch: pytest.Monke
     monkeypatch.setattr("shoal.commands.compare.cores", lambda: 4)
     names = ["ddp", "hogwild", "ps"]
 
-    def letters(apart: bool) -> list[str]:
-        runs = alternating(names, 2, Path("nowhere"), 100, apart)
+    def letters(apart: bool, faults: RunFaults | None = None) -> list[str]:
+        runs = alternating(names, 2, Path("nowhere"), 100, apart, faults)
         return ["".join(map(letter, group)) for group in runs]
 
     def letter(run: ComparedRun) -> str:
@@ -133,6 +134,9 @@ def test_each_strategy_has_single_before_and_behind_it(monkeypatch: pytest.Monke
 
     assert letters(apart=False) == ["sSiDHsidhsidhsi", "siPsi"]
     assert letters(apart=True) == ["S", "D", "H", "P", "s"]
+    # twice of each short run, with and without the faults, in turns; a kill ends its processes
+    assert letters(False, RunFaults(slows=True)) == ["sSiDHsidhdhsidhdhsi", "siPsi", "p"]
+    assert letters(False, RunFaults(kills=True)) == ["S", "D", "H", "P", "s"]
 
 
 def outcome(strategy: str, rate: float | None) -> RunOutcome:
@@ -216,3 +220,70 @@ def test_workers_in_turns_that_train_one_after_the_other_are_no_faster_than_one(
 )
 def test_what_is_said_of_the_difference_to_single(fields: dict[str, Any], words: str) -> None:
     assert RunOutcome("any", 2, **fields).against_single == words
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        ([0.5] * 9 + [0.1] * 10, (13.0, 14)),  # a mean of 0.3 over ten steps, five of each
+        ([0.5] * 19, (None, None)),
+        ([0.1] * 9, (None, None)),  # too few
+    ],
+)
+def test_seconds_and_steps_until_a_loss(losses: list[float], found: Any) -> None:
+    numbers = [*range(1, len(losses) + 1)]
+    report = {"loss_s": [float(n) for n in numbers], "loss_steps": numbers, "losses": losses}
+    assert comparison._reached([report], 0.3) == found
+    assert comparison._reached([report, report], 0.3) == found
+    assert comparison._reached([report], None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("sync", "dropped", "staleness"),
+    [
+        ({"bytes_sent": 1}, None, None),
+        ({"updates_in_between": 0.5}, None, 0.5),  # hogwild
+        ({"steps_behind": 1.5}, None, 1.5),  # gossip(mode="async")
+        (
+            {
+                "servers": [
+                    {
+                        "workers": {"0": {"dropped": 0}, "1": {"dropped": 7}},
+                        "missed_updates": {"0": 1, "2": 3},
+                    }
+                ]
+            },
+            7,
+            1.5,
+        ),
+    ],
+)
+def test_pushes_dropped_and_staleness(sync: Any, dropped: Any, staleness: Any) -> None:
+    assert comparison._dropped([sync]) == dropped
+    assert comparison._staleness(sync) == staleness
+
+
+def test_faults_and_targets_in_words() -> None:
+    assert _rates(["1:8Mb/s"], 2) == {1: 1e-6}
+    assert (_target("loss=0.2"), _target(None)) == (0.2, None)
+    for text in ("1", "2:1Mb/s", "1:fast", "-1:1Mb/s", "1:0Mb/s"):
+        with pytest.raises(BadInput, match="--slow-link takes a worker"):
+            _rates([text], 2)
+    for text in ("0.2", "loss=nan", "accuracy=0.9"):
+        with pytest.raises(BadInput, match="--until takes a loss"):
+            _target(text)
+
+
+@pytest.mark.whole
+def test_a_straggler_and_a_kill_cost_what_the_strategy_says(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["compare", "train.py", "-n", "2", "--steps", "20", "--json", "-s", "ddp"]
+    document: Any = json_of(shoal(*words, "--slow", "1:8x", "--until", "loss=9", cwd=tmp_path))
+    single, ddp = document["runs"]
+    assert ddp["slowed"] > 0
+    assert (single["slowed"], single["until_steps"], ddp["until_steps"]) == (None, 10, 10)
+    assert ddp["injected"] > 0
+    words += ["-s", "ddp(elastic=True)", "--kill", "1@5"]
+    _, plain, elastic = json_of(shoal(*words, cwd=tmp_path))["runs"]
+    assert plain["failed"] == "worker 1 was killed by SIGKILL"
+    assert (elastic["failed"], elastic["lost"], elastic["steps"]) == (None, [1], 20)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from benchmarks import collectives as bench
 from shoal.commands import output
+from shoal.commands.compare import _results as compare_results
 from shoal.commands.compare import _table as compare_table
 from shoal.commands.memory import COLUMNS, FURTHER
 from shoal.commands.memory import _tables as memory_tables
@@ -49,10 +50,19 @@ def test_compare() -> None:
             cpu_s_per_step=0.123,
             bytes_sent=9_990_000,
             computing=0.5,
+            speed_ups=(11.11, 12.34),
+            slowed=3.99,
+            dropped=1_234,
+            staleness=12.34,
+            until_s=1234.56,
+            until_steps=12_345,
         )
     ]
     lines = lines_of(compare_table(outcomes, "digits on 16 workers"))
-    assert_on_one_line(lines, "12.3456", "98.7%", "12,345.6", "12.34×", "999 KB", "50%")
+    speeds = ("12,345.6", "12.34×", "11.11–12.34", "3.99×", "999 KB", "50%", "1,234", "12.3")
+    assert_on_one_line(lines, *speeds)
+    results = lines_of(compare_results(outcomes, "loss=0.2"))
+    assert_on_one_line(results, "12.3456", "98.7%", "1234.56", "12,345")
     text = "".join(line.split(" ")[0] for line in lines[3:])
     assert text.startswith("gossip(graph=")
 
