@@ -54,12 +54,13 @@ class FittingTable(Table):
         return True
 
     def _blocks(self) -> Iterator[Text]:
-        heads = [" ".join(str(column.header).split()).replace("- ", "-") for column in self.columns]
+        heads = [" ".join(str(column.header).replace("-\n", "").split()) for column in self.columns]
         indent = max(map(len, heads)) + 5
         for cells, row in zip(zip(*map(_cells, self.columns), strict=True), self.rows, strict=True):
-            text = Text(f"{heads[0]} ".lstrip() + cells[0], style=row.style or "")
+            nameless = [cell for head, cell in zip(heads[1:], cells[1:], strict=True) if not head]
+            text = Text(" ".join([heads[0], cells[0], *nameless]).strip(), style=row.style or "")
             for head, cell in zip(heads[1:], cells[1:], strict=True):
-                if cell:
+                if head and cell:
                     text.append(f"\n  {head}".ljust(indent) + " ".join(cell.split()))
             yield text
 
