@@ -172,7 +172,7 @@ def _show_all(as_json: bool) -> None:
         _, _, reduce, update, pull = steps[0]
         rows.append([text, class_of(layout), reduce, "server" if steps[1:] else update, pull])
         documents.append({"strategy": text, "class": rows[-1][1], "steps": steps})
-    title = "Table 11.2.1: single or multiple programs (SP, MP) on single or multiple data (SD, MD)"
+    title = "Table 11.2.1: single or multiple programs (SP, MP) and data (SD, MD)"
     table = plain_table(title, ["strategy", "class", *STEPS[2:]], rows, left=5)
     said = [f"{key}  {words}" for key, words in _CLASSES.items()]
     show({"strategies": documents}, [table, "", *said], as_json, wraps=True)

@@ -89,7 +89,7 @@ def _table(rows: list[dict[str, Any]], workers: int, num_bytes: int) -> Table:
         row = [one["graph"][:24], degree, *sent, f"{eigenvalue:.4f}", f"{steps}{mark}"]
         cells.append([*row, show_bytes(steps * total)])
     title = f"gossip of {show_bytes(num_bytes)} of parameters between {workers} workers"
-    title += "; least bytes to a tenth first\n* equal after so many steps"
+    title += "\nleast bytes to a tenth first; * equal after so many steps"
     return plain_table(title, [*heads, "steps to\na tenth", "bytes to\na tenth"], cells, left=1)
 
 
