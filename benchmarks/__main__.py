@@ -60,6 +60,25 @@ def step(
 
 
 @app.command()
+def trace(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option("--workers", "-n", min=1, help="Repeatable.", show_default="2"),
+    ] = None,
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = "gpt",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 31,
+    strategy: options.Strategy = None,
+    as_json: options.Json = False,
+) -> None:
+    """What `--trace` costs a step: with a trace and without, in turns."""
+    from benchmarks.trace import run, table_of
+
+    check_names("--workload", [workload], WORKLOADS)
+    results = [run(workload, n, rounds, strategy) for n in workers or [2]]
+    show({"results": results}, [table_of(results)], as_json)
+
+
+@app.command()
 def hosts(
     lab: Annotated[str | None, typer.Option(help="The lab (`shoal lab up`).")] = None,
     ranks: Annotated[
