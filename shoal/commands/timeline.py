@@ -136,13 +136,13 @@ def _lanes(found: MeasuredTimeline) -> tuple[str, float, list[gantt.Lane]]:
     return unit, max(1, end_ns - start_ns) / unit_ns, lanes
 
 
-def _bar(span: Span, origin_ns: int, unit_ns: float) -> gantt.Bar:
+def _bar(span: Span, origin_ns: int, unit_ns: float) -> gantt.GanttBar:
     letter, style, hue = KINDS.get(span.kind, _UNKNOWN)
     number = "" if span.microbatch is None or span.kind == trace.WAIT else str(span.microbatch)
     title = f"{span.kind} {span.detail}: {_seconds(span.start_ns, span.end_ns)}"
     start, end = (span.start_ns - origin_ns) / unit_ns, (span.end_ns - origin_ns) / unit_ns
     is_pale = span.kind == "weight gradient"
-    return gantt.Bar(start, end, letter + number, style, hue, title, number, 1.0, is_pale)
+    return gantt.GanttBar(start, end, letter + number, style, hue, title, number, 1.0, is_pale)
 
 
 def _kinds_table(found: MeasuredTimeline) -> Table:

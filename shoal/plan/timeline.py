@@ -257,7 +257,7 @@ def _rows(timeline: Timeline, tick: Fraction) -> list[list[gantts.Cell]]:
     return gantts.rows_of_cells(lanes, timeline.makespan, tick, width)
 
 
-def _bars(timeline: Timeline, spans: tuple[ActionSpan, ...]) -> list[gantts.Bar]:
+def _bars(timeline: Timeline, spans: tuple[ActionSpan, ...]) -> list[gantts.GanttBar]:
     """Later chunks are paler."""
     found = []
     for action, start, end in spans:
@@ -266,7 +266,7 @@ def _bars(timeline: Timeline, spans: tuple[ActionSpan, ...]) -> list[gantts.Bar]
         title = f"{action}: {start:.6g} to {end:.6g}"
         _, style, hue = KINDS[action.kind]
         told = (str(action), style, hue, title, str(action.microbatch), strength, is_pale)
-        found.append(gantts.Bar(start, end, *told))
+        found.append(gantts.GanttBar(start, end, *told))
     return found
 
 

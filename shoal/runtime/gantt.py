@@ -26,7 +26,7 @@ BACKWARD = ("backward", "green", "#009e73")
 WEIGHT = ("backward for the weights", "yellow", "#e69f00")
 
 
-class Bar(NamedTuple):
+class GanttBar(NamedTuple):
     """What is done in some time. `text` begins with a letter that alone says what it is."""
 
     start: float
@@ -45,7 +45,7 @@ class Lane:
     """Bars that do not overlap; `notes` and the `hill` below them are in pictures alone."""
 
     name: str
-    bars: Sequence[Bar]
+    bars: Sequence[GanttBar]
     notes: Sequence[str] = ()
     hill: Sequence[tuple[float, float]] = ()  # moments, and heights of 0 to 1
     ground: str = "#fff"  # the hue of a picture where there is no bar
@@ -71,7 +71,7 @@ def _column(moment: float, tick: Fraction) -> int:
     return math.floor(Fraction(moment) / tick + Fraction(1, 2))
 
 
-def _cells(bar: Bar, count: int, width: int) -> list[Cell]:
+def _cells(bar: GanttBar, count: int, width: int) -> list[Cell]:
     room = count * width
     text = bar.text if len(bar.text) <= max(room - 1, 1) else bar.text[:1]
     if bar.text == IDLE:
@@ -171,7 +171,7 @@ class Picture:
             ]
         )
 
-    def _bar(self, bar: Bar, y: float) -> str:
+    def _bar(self, bar: GanttBar, y: float) -> str:
         left = self._x(bar.start)
         wide = self._x(bar.end) - left
         label = bar.label if len(bar.label) * 7 + 4 <= wide else ""
