@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,10 @@ class Callbacks:
         if time.monotonic() - self._looked_s > _LOOK_S:
             self._look(step)
 
+    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
+        if self._given and self._is_first():
+            self.tell("on_log", step, numbers_of(metrics))
+
     def end(self, report: dict[str, Any]) -> None:
         if self._given and self._is_first():
             self._look(report["steps"])
@@ -158,3 +162,12 @@ class Callbacks:
         for rank in sorted(set(self._lost()) - self._known_lost):
             self._known_lost.add(rank)
             self.tell("on_loss_of_worker", step, rank)
+
+
+def numbers_of(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"job.log shows numbers, and each of a dict by job.log(**it): {error}"
+        ) from None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ from shoal.runtime.trace import LOAD, traced_items
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 from shoal.train.agreement import Agreement, JobMeetings
-from shoal.train.callbacks import Callbacks
+from shoal.train.callbacks import Callbacks, numbers_of
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
@@ -113,12 +114,9 @@ class Job(LoopMethods):
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
         self.checkpoints.before_save = self._loss_watch.look
-        self._callbacks = Callbacks(
-            self._services.callbacks, lambda: self._is_first, lambda: self._services.lost(self.size)
-        )
-        self.checkpoints.after_save = lambda path: self._callbacks.tell(
-            "on_checkpoint", self.steps, str(path)
-        )
+        lost = partial(self._services.lost, self.size)
+        self._callbacks = Callbacks(self._services.callbacks, lambda: self._is_first, lost)
+        self.checkpoints.after_save = partial(self._callbacks.tell, "on_checkpoint")
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
         from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
@@ -236,8 +234,7 @@ class Job(LoopMethods):
         # a step of a loop of the user's own, whose update is done, ends with the next batch
         self._logged_step = self.steps + (self._loop_steps() if self._loop.stepped else 0)
         self._is_log_shown = False
-        if self._callbacks and self._is_first:
-            self._callbacks.tell("on_log", self._logged_step, _numbers(self._logged))
+        self._callbacks.log(self._logged_step, self._logged)
         if self._shows_log and self._services.progress.due(
             self._logged_step, self._stream.total_steps
         ):
@@ -333,7 +330,7 @@ class Job(LoopMethods):
         return {
             "rank": self.rank,
             "steps": self.steps,
-            "logged": _numbers(self._logged),
+            "logged": numbers_of(self._logged),
             "evaluated": self._evaluated,
             **self._throughput.report(self._services.tracer.origin_ns),
             "sync": [step.sync.report() for step in self._steps],
@@ -383,7 +380,7 @@ class Job(LoopMethods):
     def _show_log(self) -> None:
         """Show what was logged last."""
         self._is_log_shown = True
-        values = _numbers(self._logged)
+        values = numbers_of(self._logged)
         for name, value in values.items():
             if not math.isfinite(value) and self._loss_watch.reported is None:
                 self._say_once(f"{name} is not a finite number any more")
@@ -454,12 +451,3 @@ class Job(LoopMethods):
         if sentence and self._is_first and sentence not in self._printed:
             self._printed.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
-
-
-def _numbers(metrics: dict[str, float | Tensor]) -> dict[str, float]:
-    try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"job.log shows numbers, and each of a dict by job.log(**it): {error}"
-        ) from None

@@ -56,7 +56,7 @@ class JobCheckpoints:
         self._say = state.context.say
         self._config = state.context.services.config
         self.before_save: Callable[[], object] = lambda: None  # raises if the losses are bad
-        self.after_save: Callable[[Path], object] = lambda path: None
+        self.after_save: Callable[[int, str], object] = lambda steps, path: None
         self._saved_itself = 0  # after so many steps
         self._loaded = 0  # checkpoints
         self._has_continued = False
@@ -77,7 +77,7 @@ class JobCheckpoints:
         with self._state.context.services.tracer.span(CHECKPOINT, track="steps"):
             self._meetings.hold(write)
         self._saved = (path, about)
-        self.after_save(path)
+        self.after_save(self._state.steps, str(path))
 
     def load(self, path: Path) -> dict[str, Any]:
         """See `Job.load`."""
