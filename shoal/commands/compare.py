@@ -57,6 +57,21 @@ Strategies = Annotated[
         show_default="all that this version runs",
     ),
 ]
+SlowLink = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
+        "for what it sent in it; repeatable."
+    ),
+]
+ComparedSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Stop each run after so many steps.",
+        show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
+    ),
+]
 
 
 def compare(
@@ -69,22 +84,9 @@ def compare(
     args: options.ScriptArgs = None,
     workers: options.Workers = 2,
     strategy: Strategies = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Stop each run after so many steps.",
-            show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
-        ),
-    ] = None,
+    steps: ComparedSteps = None,
     slow: options.Slow = None,
-    slow_link: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
-            "for what it sent in it; repeatable."
-        ),
-    ] = None,
+    slow_link: SlowLink = None,
     kill: options.Kill = None,
     until: Annotated[
         str | None,
@@ -123,17 +125,23 @@ def compare(
         outcomes = by_strategy(comparison)
     document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
     document |= {"complete": not comparison.ended, "runs": [one.to_json() for one in outcomes]}
-    length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
-    length += " (incomplete)" if comparison.ended else ""
-    title = f"{script} on {counted(workers, 'worker')}{length}"
-    tables = [_table(outcomes, title), _results(outcomes, until)]
-    whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
-    parts: list[Part] = [*tables, *(f"{n}: {why}" for n, why in whys if why and why != INTERRUPTED)]
-    show(document, parts, as_json, width=80, wraps=True)
+    show(document, _parts(document, outcomes, until), as_json, width=80, wraps=True)
     if comparison.ended is not None:
         raise comparison.ended
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
+
+
+def _parts(
+    document: dict[str, Any], outcomes: Sequence[RunOutcome], until: str | None
+) -> list[Part]:
+    """The tables, and why some rows are not whole."""
+    length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
+    length += "" if document["complete"] else " (incomplete)"
+    title = f"{document['script']} on {counted(document['workers'], 'worker')}{length}"
+    whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
+    said = (f"{name}: {why}" for name, why in whys if why and why != INTERRUPTED)
+    return [_table(outcomes, title), _results(outcomes, until), *said]
 
 
 @dataclass(frozen=True)

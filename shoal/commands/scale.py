@@ -31,6 +31,7 @@ from shoal.observe.comparison import RunOutcome
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.runtime.chart import Axis, Points, line_chart, text_chart
+from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.preemption import ending_by_exception
@@ -73,7 +74,7 @@ class ScaleRow:
         def shown(value: float | None, show: Callable[[float], str]) -> str:
             return "–" if value is None else show(value)
 
-        spread = f"{shown(self.low, _times)} to {shown(self.high, _times)}"
+        spread = f"{self.low or 0:.2f}-{shown(self.high, _times)}"
         return [
             f"{self.workers:,}",
             self.how,
@@ -135,21 +136,10 @@ def scale(
     if cluster is not None or counts[-1] > most:
         predicted, said = _predicted(script, args, cluster, asked)
         notes += said
-    rows: list[ScaleRow] = []
-    ended = None
     usage = _Usage()
-    with ending_by_exception(), scratch_folder("compare") as folder:
-        for workers in here or [1]:
-            names = [name for name, number in asked if number == workers > 1]
-            say(f"{counted(workers, 'worker')}: single{''.join(f', {name}' for name in names)}")
-            mine = folder / str(workers)
-            mine.mkdir()
-            groups = alternating(names, workers, mine, steps, False)
-            comparison = Comparison(target, config, groups, mine, steps)
-            found = by_strategy(comparison)
-            rows += [_measured(one, predicted) for one in found[bool(rows) :]]
-            if (ended := comparison.ended) is not None:
-                break
+    runs = {n: [name for name, number in asked if number == n > 1] for n in here or [1]}
+    found, ended = _measure(runs, target, config, steps)
+    rows = [_measured(one, predicted) for one in found]
     notes += usage.notes()
     rows += [row for row in predicted.values() if row.workers > most]
     _show(script, rows, predicted, notes, svg, as_json)
@@ -157,6 +147,24 @@ def scale(
         raise ended
     if not any(row.step_s for row in rows if row.how == "measured" and row.workers in (1, *here)):
         raise typer.Exit(1)
+
+
+def _measure(
+    runs: dict[int, list[str]], target: Sequence[str], config: RunConfig, steps: int
+) -> tuple[list[RunOutcome], BaseException | None]:
+    """By numbers of workers, strategies in turns with single; and what has ended it before."""
+    found: list[RunOutcome] = []
+    with ending_by_exception(), scratch_folder("compare") as folder:
+        for workers, names in runs.items():
+            say(f"{counted(workers, 'worker')}: single{''.join(f', {name}' for name in names)}")
+            mine = folder / str(workers)
+            mine.mkdir()
+            groups = alternating(names, workers, mine, steps, False)
+            comparison = Comparison(target, config, groups, mine, steps)
+            found += by_strategy(comparison)[bool(found) :]
+            if comparison.ended is not None:
+                return found, comparison.ended
+    return found, None
 
 
 def _times(number: float) -> str:
@@ -325,7 +333,8 @@ def _lines(rows: Sequence[ScaleRow], predicted: Sequence[ScaleRow]) -> dict[str,
 
 def _tables(script: str, rows: Sequence[ScaleRow], is_predicted: bool) -> Iterator[Part]:
     heads = ["workers", "", "step", "CPU a\nstep", "speed-\nup", "spread", "effi-\nciency"]
-    heads += ["commu-\nnication", "wait-\ning", *(["pre-\ndicted"] if is_predicted else [])]
+    heads += ["commu-\nnication", "wait-\ning"]
+    heads += ["pre-\ndicted"] if is_predicted else []
     single = [row for row in rows if row.workers == 1]
     names = dict.fromkeys(row.strategy for row in rows if row.workers > 1)
     for name in names or ["single"]:

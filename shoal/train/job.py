@@ -28,7 +28,7 @@ from shoal.runtime.trace import LOAD, traced_items
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 from shoal.train.agreement import Agreement, JobMeetings
-from shoal.train.callbacks import Callbacks, numbers_of
+from shoal.train.callbacks import numbers_of
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
@@ -101,7 +101,6 @@ class Job(LoopMethods):
         self._throughput = Throughput(group.size // self.mesh.data.size)
         self._state = JobState(self._context, self.rank, self.size, self._stream, self._throughput)
         self._steps = self._state.models
-        self._emas = self._state.emas
         self._loop = OwnLoop(mix(seed, 5), self._step_context, self._end_loop_step)
         self._others: OtherOptimizers | None = None
         if self.size > 1:
@@ -114,8 +113,7 @@ class Job(LoopMethods):
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
         self.checkpoints.before_save = self._loss_watch.look
-        lost = partial(self._services.lost, self.size)
-        self._callbacks = Callbacks(self._services.callbacks, lambda: self._is_first, lost)
+        self._callbacks = self._services.callbacks_of(lambda: self._is_first, self.size)
         self.checkpoints.after_save = partial(self._callbacks.tell, "on_checkpoint")
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:

@@ -17,7 +17,7 @@ from shoal.runtime.files import StepCount
 from shoal.runtime.preemption import Preemption
 from shoal.runtime.trace import INJECTED, OFF, Tracer
 from shoal.strategy.strategy import Strategy
-from shoal.train.callbacks import Callback
+from shoal.train.callbacks import Callback, Callbacks
 from shoal.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class RunServices:
         if run_dir is None or self.step_count is None:
             return []
         return [rank for rank in range(size) if run_dir.has_exited(rank)]
+
+    def callbacks_of(self, is_first: Callable[[], bool], size: int) -> Callbacks:
+        return Callbacks(self.callbacks, is_first, lambda: self.lost(size))
 
     def present(self, size: int) -> float:
         """The fraction of so many ranks that are there, where a loss does not end the run."""
