@@ -40,6 +40,8 @@ settings.register_profile(
 settings.register_profile("shoal-whole", settings.get_profile("shoal"), max_examples=300)
 settings.load_profile("shoal")
 
+os.environ.pop("COLUMNS", None)  # of a test process: tables are those of no terminal
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

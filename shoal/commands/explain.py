@@ -14,7 +14,6 @@ from rich.table import Table
 
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import show_bytes
-from shoal.comm.mesh import AXES, axes
 from shoal.commands import options
 from shoal.commands.launching import command_for, strategy_for
 from shoal.commands.memory import estimates
@@ -179,6 +178,8 @@ def _show_all(as_json: bool) -> None:
 
 
 def _places(layout: Layout, rank: int) -> dict[str, int]:
+    from shoal.comm.mesh import AXES  # torch: only where it is needed
+
     sizes = {axis: layout.replicas if axis == "dp" else getattr(layout, axis) for axis in AXES}
     found = {}
     for axis in reversed(AXES):
@@ -214,6 +215,8 @@ def exchanges(
     strategy: Strategy, workers: int, traced: Subject | None
 ) -> Iterator[ExplainedExchange]:
     """Between replicas first, then inside of one, along each axis."""
+    from shoal.comm.mesh import axes  # torch: only where it is needed
+
     layout = strategy.layout(workers)
     term = strategy.sync_for(layout.replicas)
     sync, pulled, inside = _bytes(strategy, workers, traced) if traced else (None, None, {})

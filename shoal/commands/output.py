@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+import shutil
 import textwrap
 from collections.abc import Iterable
 from functools import partial
@@ -72,5 +71,4 @@ def shares_of_time(spans: Trace) -> list[Part]:
 
 def wide_console(width: int = 120) -> Console:
     """As wide as the terminal, or as COLUMNS says; without both, wide enough for a table."""
-    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if is_known else width, highlight=False)
+    return Console(width=shutil.get_terminal_size((width, 0)).columns, highlight=False)

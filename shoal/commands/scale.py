@@ -74,7 +74,7 @@ class ScaleRow:
         def shown(value: float | None, show: Callable[[float], str]) -> str:
             return "–" if value is None else show(value)
 
-        spread = f"{self.low or 0:.2f}-{shown(self.high, _times)}"
+        spread = f"{shown(self.low, _times)[:-1]}-{shown(self.high, _times)}"
         return [
             f"{self.workers:,}",
             self.how,

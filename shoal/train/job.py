@@ -100,7 +100,7 @@ class Job(LoopMethods):
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput(group.size // self.mesh.data.size)
         self._state = JobState(self._context, self.rank, self.size, self._stream, self._throughput)
-        self._steps = self._state.models
+        self._steps, self._emas = self._state.models, self._state.emas
         self._loop = OwnLoop(mix(seed, 5), self._step_context, self._end_loop_step)
         self._others: OtherOptimizers | None = None
         if self.size > 1:

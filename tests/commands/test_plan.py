@@ -26,7 +26,7 @@ def test_predict_shows_parts_bounds_and_memory() -> None:
 def test_predict_has_a_row_for_each_number_of_workers() -> None:
     words = ("predict", *SMALL, "-n", "2,4,8", "--batch", "16")
     lines = shoal(*words).stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["workers", "2", "4", "8"]
+    assert [line.split()[0] for line in lines[2:]] == ["workers", "2", "4", "8"]
     assert [one["workers"] for one in document_of(*words)["predictions"]] == [2, 4, 8]
 
 

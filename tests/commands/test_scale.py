@@ -61,7 +61,7 @@ def test_columns_fit_80(capsys: pytest.CaptureFixture[str]) -> None:
     scale._show("digits", rows, {("ddp", 65_536): rows[0]}, [], None, False)
     out = capsys.readouterr().out
     assert max(map(len, map(str.rstrip, out.splitlines()))) <= 80
-    assert "123× to 1,000×" in out
+    assert "123-1,000×" in out
 
 
 @pytest.mark.whole

@@ -115,19 +115,19 @@ def test_every_action_leaves_a_span(world: World) -> None:
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         for batch in job.batches(samples(8, classes=6), 8):
             step(batch)
-        kinds = ("forward", "backward", "send", "wait")
+        kinds = ("forward", "backward", "weight gradient", "send", "wait")
         return [f"{s.kind} {s.detail}" for s in tracer.spans if s.kind in kinds]
 
     first, last = world(2, body)
     assert first == [
         *("forward F0", "send F0", "forward F1", "send F1"),
-        *("wait receive I0", "backward I0", "backward W0"),
-        *("wait receive I1", "backward I1", "backward W1"),
+        *("wait receive I0", "backward I0", "weight gradient W0"),
+        *("wait receive I1", "backward I1", "weight gradient W1"),
     ]
     assert last == [
         *("wait receive F0", "forward F0", "backward I0", "send I0"),
         *("wait receive F1", "forward F1", "backward I1", "send I1"),
-        *("backward W0", "backward W1"),
+        *("weight gradient W0", "weight gradient W1"),
     ]
 
 
