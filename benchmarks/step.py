@@ -147,7 +147,8 @@ def table_of(results: list[Any]) -> Table:
     return plain_table("ms a step: median (quartiles)", heads, rows, left=2)
 
 
-def main() -> None:
+def main(measure: Callable[..., Any] = measure) -> None:
+    """A worker of a benchmark of these workloads."""
     args = options_of_worker(workload=str, batch_size=int, rounds=int, steps=int)
     asked = (args.workload, args.batch_size, args.rounds, args.steps)
     write_result(lambda job: measure(job, *asked), args.result)

@@ -10,15 +10,8 @@ from typing import Any
 from rich.table import Table
 
 import shoal
-from benchmarks.harness import (
-    beside_peer,
-    measure_in_workers,
-    options_of_worker,
-    peer_cells,
-    say,
-    write_result,
-)
-from benchmarks.step import ROUNDS, SGD, WORKLOADS
+from benchmarks.harness import beside_peer, measure_in_workers, peer_cells, say
+from benchmarks.step import ROUNDS, SGD, WORKLOADS, main
 from shoal.calibration.kernels import alternate
 from shoal.comm.group import Group
 from shoal.comm.tracing import Traced
@@ -64,11 +57,5 @@ def table_of(results: list[Any]) -> Table:
     return plain_table("ms a step: median (quartiles)", heads, rows, left=1)
 
 
-def main() -> None:
-    args = options_of_worker(workload=str, batch_size=int, rounds=int, steps=int)
-    asked = (args.workload, args.batch_size, args.rounds, args.steps)
-    write_result(lambda job: measure(job, *asked), args.result)
-
-
 if __name__ == "__main__":
-    main()
+    main(measure)

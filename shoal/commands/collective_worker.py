@@ -85,11 +85,11 @@ def _meet(group: Group) -> None:
     group.barrier().wait()
 
 
-def timed(plan: dict[str, Any], everybody: Group) -> list[float]:
+def timed(plan: dict[str, Any], world: Group) -> list[float]:
     """The median seconds of a call over each number of ranks that this one is among."""
     found = []
     for ranks in plan["measured"]:
-        group = everybody.subgroup(range(ranks))
+        group = world.subgroup(range(ranks))
         if group is None:
             continue
         piece = max(1, plan["bytes"] // 4 // (ranks if plan["divided"] else 1))

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
+from shoal.runtime.decoders import convert
 from shoal.runtime.tables import plain_table
 from shoal.train.progress import ProgressBar
 
@@ -66,7 +67,7 @@ class WorkersView(ProgressBar):
             super().show(record)
             return
         try:
-            new = msgspec.convert(record, WorkerRow)
+            new = convert(record, WorkerRow)
         except msgspec.ValidationError:  # nothing that a worker sends
             return
         if 0 <= new.rank < len(self._rows):

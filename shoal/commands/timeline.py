@@ -185,7 +185,7 @@ def picture(found: MeasuredTimeline) -> str:
     used = {span.kind for row in found.rows.values() for span in row}
     legend = [(hue, kind) for kind, (_, _, hue) in KINDS.items() if kind in used]
     legend += [(_OTHER_HUE, OTHER), (gantt.HILL, "critical path")]
-    words = "; ".join(waits(found.shares)) or "nobody waited for another"
+    words = "; ".join(waits(found.shares)) or "no rank waited for another"
     closing = "The number in a box is its micro-batch. White: a worker waits, a server is idle."
     shape = (lanes, end, 900.0 * max(1, len(found.steps)), legend, closing, unit)
     return gantt.Picture(_title(found), words, *shape).svg()

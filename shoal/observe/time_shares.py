@@ -84,7 +84,7 @@ class Arrivals:
                     self._last[span.call].append((span.start_ns, span.peer))
 
     def last(self, process: Process, wait: Span) -> Lateness | None:
-        """Whom this wait of a process was for; None where it was for nobody else."""
+        """Whom this wait of a process was for; None where no other was late."""
         come = [each for each in self._last.get(wait.call, ()) if each[0] <= wait.end_ns]
         if not come:
             return None

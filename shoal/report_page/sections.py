@@ -249,7 +249,7 @@ def servers(run: RecordedRun) -> Items:
 
 
 def leaders(run: RecordedRun) -> Items:
-    """Servers that were lost, and how long nobody answered for them."""
+    """Servers that were lost, and how long their shard had no service."""
     rows = []
     for one in run.report.get("servers_lost") or []:
         place = f"shard {one['shard']}, replica {one['replica']}"
@@ -263,7 +263,7 @@ def leaders(run: RecordedRun) -> Items:
         for rank, shards in run.syncs("interruptions_s")
         for shard, times in enumerate(shards)
     ]
-    title = "Changes of a shard's replicas, and how long nobody answered"
+    title = "Changes of a shard's copies, and how long it had no service"
     yield from _bars(title, [gap for gap in gaps if gap[1]])
 
 

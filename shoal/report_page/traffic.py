@@ -18,13 +18,7 @@ from shoal.runtime.trace import Process, Span, name_of
 from shoal.schedules.collectives.catalog import build
 
 Traffic = Mapping[tuple[Process, Process], float]
-_KINDS = {  # of the call that a span names
-    "all_reduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "broadcast": "broadcast",
-    "all_to_all": "all_to_all",
-}
+_KINDS = ("reduce_scatter", "all_gather", "broadcast", "all_to_all")  # others: as an all-reduce
 _FIRST = {"broadcast": "tree", "all_to_all": "shift"}  # others: a ring
 _GROUP = re.compile(r"(\d+(?:,\d+)*) #")
 
@@ -42,7 +36,8 @@ def traffic_of(run: RecordedRun) -> tuple[Traffic, bool]:
                 found[process, span.peer] += span.bytes
             elif (members := _members(span)) and isinstance(process, int) and process in members:
                 is_spread = True
-                kind = _KINDS.get(span.detail.split(" ")[0].replace("-", "_"), "all_reduce")
+                word = span.detail.split(" ")[0].replace("-", "_")
+                kind = word if word in _KINDS else "all_reduce"
                 shares = _shares(kind, named or "", len(members))[members.index(process)]
                 for peer, share in shares.items():
                     found[process, members[peer]] += span.bytes * share

@@ -88,12 +88,7 @@ class Tracer:
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def span(
-        self,
-        kind: str,
-        detail: str = "",
-        microbatch: int | None = None,
-        peer: Process | None = None,
-        track: str = "main",
+        self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
     ) -> AbstractContextManager[dict[str, Any] | None]:
         """What is put into the dict that it yields are further fields of the span."""
         return self._nothing
@@ -137,19 +132,14 @@ class Recorder(Tracer):
 
     @contextmanager
     def span(
-        self,
-        kind: str,
-        detail: str = "",
-        microbatch: int | None = None,
-        peer: Process | None = None,
-        track: str = "main",
+        self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
     ) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         start_ns = time.monotonic_ns()
         try:
             yield more
         finally:
-            told = (track, detail, microbatch, 0, peer)
+            told = (track, detail, microbatch)
             self.spans.append(Span(kind, start_ns, time.monotonic_ns(), *told, **more))
 
     def add(self, *span: Any) -> None:
@@ -176,7 +166,7 @@ class _Written(msgspec.Struct):
 def read_spans(folder: Path) -> Trace:
     """The spans of each process in `folder`, on one clock: ranks first, then servers.
 
-    A server on a host without workers is left out: nobody there knows time zero.
+    A server on a host without workers is left out: its clock cannot be related to theirs.
     """
     found: list[_Written] = []
     for path in RunDir(folder).all_spans():

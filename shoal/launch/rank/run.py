@@ -50,8 +50,8 @@ def run(
     above 1 the script is started again as that many processes; returns None when they have
     finished. Options of a launcher (`shoal run -n 4 -s ddp --seed 1`, `SHOAL_STRATEGY`, …)
     override the arguments here. `strategy="auto"` measures this machine once, plans for the
-    model, says what it chose and why, and runs that. `callbacks` are told of steps, evaluations,
-    checkpoints and lost workers, on the first worker.
+    model, says what it chose and why, and runs that. The methods of `callbacks` are
+    called after steps, evaluations, checkpoints and losses of workers, on the first worker.
     """
     global _calls
     if _replacement is not None:
