@@ -1,19 +1,24 @@
-"""The schedule of a run's collective, pipeline or servers, round by round, to be animated."""
+"""The schedule of a run's collective, pipeline, gossip or servers, round by round, animated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from shoal.errors import ShoalError
 from shoal.plan.timeline import KINDS, simulate
 from shoal.report_page.record import RecordedRun
 from shoal.runtime.wording import counted
 from shoal.schedules.collectives import catalog as collectives
+from shoal.schedules.mixing import mixing_for
 from shoal.schedules.pipelines import catalog as pipelines
+from shoal.strategy.sync_terms import Gossip
 
 _MOST_RANKS = 64
 _MOST_ACTIONS = 20_000
+_MOST_ROUNDS = 60
 
 
 def animations(run: RecordedRun) -> Iterator[dict[str, Any]]:
@@ -23,8 +28,10 @@ def animations(run: RecordedRun) -> Iterator[dict[str, Any]]:
     sync = run.strategy.sync_for(run.workers)
     replicas = run.strategy.layout(run.workers).replicas
     servers = max((len(known) for _, known in run.syncs("servers")), default=0)  # or shards
-    if servers and replicas + servers <= _MOST_RANKS:
-        yield _servers(replicas, servers)
+    if servers and replicas + servers * sync.server_replicas <= _MOST_RANKS:
+        yield _servers(replicas, servers, sync.server_replicas)
+    elif isinstance(sync, Gossip) and 1 < replicas <= _MOST_RANKS:
+        yield from _gossip(sync, replicas)
     elif not sync.has_servers and 1 < replicas <= _MOST_RANKS and sync.lockstep:
         yield from _collective(sync.collective_algorithm, replicas)
 
@@ -73,13 +80,53 @@ def _collective(name: str | None, ranks: int) -> Iterator[dict[str, Any]]:
     }
 
 
-def _servers(replicas: int, servers: int) -> dict[str, Any]:
-    pairs = [(worker, replicas + server) for worker in range(replicas) for server in range(servers)]
+def _gossip(term: Gossip, ranks: int) -> Iterator[dict[str, Any]]:
+    """Until replicas are a tenth as far apart; `levels` is what each has of rank 0's weights."""
+    try:
+        mixing = mixing_for(term.graph, ranks)
+    except ShoalError:  # the file of a user's own graph is not here
+        return
+    rounds, levels, told, of_first = [], [], [], np.eye(ranks)[0]
+    for step in range(min(_MOST_ROUNDS, max(len(mixing.matrices), mixing.steps_to_tenth))):
+        heard = [(rank, mixing.heard_by(rank, step)) for rank in range(ranks)]
+        found = [(peer, rank, share) for rank, of in heard for peer, share in of.items()]
+        rounds.append([(a, b, f"{share:.2g}") for a, b, share in found if a != b])
+        of_first = mixing.at(step) @ of_first
+        levels.append([round(float(level), 4) for level in of_first])
+        taken = {words for _, _, words in rounds[-1]}
+        each = f"each takes {taken.pop()} of its neighbours, " if len(taken) == 1 else ""
+        told.append(f"{each}{min(levels[-1]):.1%} to {max(levels[-1]):.1%} is rank 0's")
+    when = "whenever it is ready" if term.mode == "async" else "each step"
+    yield {
+        "type": "rounds",
+        "title": f"mixing over {mixing.name}",
+        "note": f"An arrow is a replica's weights on their way, with the share that the receiver "
+        f"takes of them, {when}. The fuller a circle, the more it has of the weights that rank 0 "
+        f"began with; without training all come to {1 / ranks:.1%}, by the second eigenvalue of "
+        f"{mixing.second_eigenvalue:.3f} a round.",
+        "names": [str(rank) for rank in range(ranks)],
+        "rounds": rounds,
+        "levels": levels,
+        "told": told,
+    }
+
+
+def _servers(replicas: int, shards: int, copies: int) -> dict[str, Any]:
+    """Pushes go to the first copy of a shard, and on along its chain; every copy serves pulls."""
+    heads = range(replicas, replicas + shards * copies, copies)
+    pushes = [(worker, head, "push") for worker in range(replicas) for head in heads]
+    pulls = [(head + worker % copies, worker, "pull") for worker, head, _ in pushes]
+    links = range(copies - 1)
+    chain = [[(head + copy, head + copy + 1, "copy") for head in heads] for copy in links]
+    servers = [f"S{shard}" for shard in range(shards)]
+    if copies > 1:
+        servers = [f"{name}.{copy}" for name in servers for copy in range(copies)]
+    copied = f" in {copies} copies (S0.1 is copy 1 of shard 0)" if copies > 1 else ""
     return {
         "type": "rounds",
-        "title": f"push and pull of {counted(replicas, 'worker')} and {counted(servers, 'server')}",
-        "note": "Gradients are pushed to the servers, each of which holds a part of the weights; "
-        "then weights are pulled.",
-        "names": [*map(str, range(replicas)), *(f"S{server}" for server in range(servers))],
-        "rounds": [[(a, b, "push") for a, b in pairs], [(b, a, "pull") for a, b in pairs]],
+        "title": f"push and pull of {counted(replicas, 'worker')} and {counted(shards, 'server')}",
+        "note": "Gradients are pushed to the servers, each of which holds a part of the weights"
+        f"{copied}; then weights are pulled.",
+        "names": [*map(str, range(replicas)), *servers],
+        "rounds": [pushes, *chain, pulls],
     }

@@ -228,11 +228,13 @@ def consensus(run: RecordedRun) -> Items:
 def servers(run: RecordedRun) -> Items:
     """Load per server, hot rows."""
     known = _servers(run)
+    copied = run.strategy.sync_for(run.workers).server_replicas > 1
+    names = [f"{'shard' if copied else 'server'} {i}" for i in range(len(known))]
     rows = []
     for number, one in enumerate(known):
         counts = [f"{one[key]:,}" for key in ("updates", "requests")]
         sizes = [show_bytes(one[key]) for key in ("received_bytes", "sent_bytes")]
-        rows.append([f"server {number}", *counts, *sizes, show_seconds(one["cpu_s"])])
+        rows.append([names[number], *counts, *sizes, show_seconds(one["cpu_s"])])
     note = "Bytes over sockets"
     note += "; others go through shared memory." if run.syncs("shared_memory") else "."
     yield from _table(["", "updates", "requests", "received", "sent", "CPU"], rows, note=note)
@@ -242,9 +244,8 @@ def servers(run: RecordedRun) -> Items:
         hottest = [(one["row"], one["pulls"]) for one in load["hottest"]]
         yield from _bars(title, ((f"row {row}", n, f"{n:,}") for row, n in hottest))
         loads = load["as_served"]  # of servers, and then of their other replicas
-        names = [f"server {i}" for i in range(len(known))]
-        names += [f"replica {i + 1}" for i in range(len(loads) - len(known))]
-        served = ((one, n, f"{n:,}") for one, n in zip(names, loads, strict=False))
+        others = [f"replica {i + 1}" for i in range(len(loads) - len(known))]
+        served = ((one, n, f"{n:,}") for one, n in zip([*names, *others], loads, strict=False))
         yield from _bars(f"Pulls of {name} by server", served)
 
 

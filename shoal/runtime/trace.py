@@ -9,6 +9,7 @@ evaluation and saving. Without a trace the tracer is `OFF`, whose spans cost nex
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, read
 
 T = TypeVar("T")
-Process = int | str  # a rank, or "server 0"
+Process = int | str  # a rank, or the name of a server
 COMPUTE = ("forward", "backward", "weight gradient", "update")
 COMMUNICATE = ("reduce", "gather", "send", "receive", "push", "pull", "mix")
 WAIT = "wait"
@@ -175,11 +176,17 @@ def read_spans(folder: Path) -> Trace:
         found.append(convert(document, _Written))
     origins = {each.host: each.origin_ns for each in found if isinstance(each.process, int)}
     spans: Trace = {}
-    for each in sorted(found, key=lambda each: (isinstance(each.process, str), each.process)):
+    for each in sorted(found, key=_place):
         origin_ns = each.origin_ns if isinstance(each.process, int) else origins.get(each.host)
         if origin_ns is not None:
             spans[each.process] = [_moved(span, -origin_ns) for span in each.spans]
     return spans
+
+
+def _place(written: _Written) -> tuple[bool, list[int]]:
+    """Ranks, then servers, each by their numbers."""
+    numbers = re.findall(r"\d+", str(written.process))
+    return isinstance(written.process, str), [int(number) for number in numbers]
 
 
 def _moved(span: Span, by_ns: int) -> Span:
@@ -188,6 +195,11 @@ def _moved(span: Span, by_ns: int) -> Span:
 
 def name_of(process: Process) -> str:
     return f"rank {process}" if isinstance(process, int) else process
+
+
+def server_name(index: int, copy: int | None = None) -> str:
+    """Of a server; of one of the copies of a shard."""
+    return f"server {index}" if copy is None else f"shard {index} copy {copy}"
 
 
 def chrome_events(spans_by_process: Trace) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from shoal.runtime.faults import read_slow
 from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.trace import Recorder
+from shoal.runtime.trace import Recorder, server_name
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def _open_server(config: RunConfig) -> Server:
         server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
     if config.trace_dir is not None:
         host = host_id(config.host_id).decode()
-        server.host.tracer = Recorder(f"server {index}", 0, host)
+        place = (index,) if chain is None else (chain.place.shard, chain.place.copy)
+        server.host.tracer = Recorder(server_name(*place), 0, host)
     server.host.slowness.factor = read_slow(config.slow, None, "server").get(index, 1.0)
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)

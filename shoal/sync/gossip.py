@@ -188,7 +188,7 @@ class MixWeights(Mixer):
 
     The weights that count are the mean of all replicas, and so are BatchNorm's statistics and, in
     a checkpoint, the optimizer's state. Every 50 steps the distance between replicas is measured,
-    with an all-reduce that is not counted as traffic.
+    with an all-reduce that is not counted as traffic; in a run with a trace also after 1, 2, 4, …
     """
 
     mixes_gradients = False
@@ -198,7 +198,8 @@ class MixWeights(Mixer):
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
         self._count_step()
-        if self.turn % MEASURE_EVERY == 0:
+        is_early = self.update.tracer.enabled and self.turn < MEASURE_EVERY
+        if self.turn % MEASURE_EVERY == 0 or (is_early and self.turn.bit_count() == 1):
             self.measure()
 
     def loss(self, local_loss: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
 from shoal.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 
-MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
+MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next, at most
 
 
 class AsyncGossip(InRankMemory):
@@ -50,7 +50,7 @@ class AsyncGossip(InRankMemory):
         self.lost: set[int] = set()
         self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
         self.distances: list[tuple[int, float]] = []
-        self._measure_at = MEASURE_EVERY
+        self._measure_at = 1
         self._seen = [0] * self.size
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
@@ -147,7 +147,7 @@ class AsyncGossip(InRankMemory):
                 others.add_(theirs, alpha=weight)
                 taken += weight
         if apart:
-            self._measure_at = self.steps + 1 + MEASURE_EVERY
+            self._measure_at = self.steps + 1 + min(self.steps + 1, MEASURE_EVERY)
             self.distances.append((self.steps + 1, sum(apart) / len(apart)))
         data.mul_(1 - taken).add_(others)
 

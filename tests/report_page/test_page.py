@@ -17,8 +17,9 @@ from shoal.errors import BadInput
 from shoal.observe.time_shares import write_chrome
 from shoal.report_page.page import page
 from shoal.report_page.record import RecordedRun
+from shoal.report_page.schedules import animations
 from shoal.report_page.traffic import link_loads, traffic_of
-from shoal.runtime.trace import Span, Trace
+from shoal.runtime.trace import Span, Trace, open_trace
 from tests import scripts
 from tests.browser import CHROMIUM, Page, browser
 from tests.scripts import shoal
@@ -123,6 +124,46 @@ def test_bytes_go_to_the_peer_or_along_the_schedule(tmp_path: Path) -> None:
     found, _ = traffic_of(star)
     assert found[0, 1] == 2 * 600 / 3 + 100  # the root sends to all, and a message of 50 twice
     assert found[2, 0] == 2 * 600
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync", "names", "rounds"),
+    [
+        (
+            'gossip(graph="ring")',
+            {},
+            "0123",
+            [{(a, b, "0.33") for a in range(4) for b in ((a + 1) % 4, (a - 1) % 4)}] * 3,
+        ),
+        (
+            'gossip(graph="one-peer")',
+            {},
+            "0123",
+            [{(a, (a + hop) % 4, "0.5") for a in range(4)} for hop in (1, 2)],
+        ),
+        (
+            "ps(replicas=2)",
+            {"servers": [{}]},
+            ["0", "1", "2", "3", "S0.0", "S0.1"],
+            [
+                {(worker, 4, "push") for worker in range(4)},
+                {(4, 5, "copy")},
+                {(4, 0, "pull"), (5, 1, "pull"), (4, 2, "pull"), (5, 3, "pull")},
+            ],
+        ),
+    ],
+)
+def test_gossip_and_chains_are_animated(
+    tmp_path: Path, strategy: str, sync: Any, names: Any, rounds: Any
+) -> None:
+    found = report(4, strategy)
+    found["ranks"] = [rank | {"sync": [sync]} for rank in found["ranks"]]
+    (item,) = animations(recorded(tmp_path / "one", found, spans(4)))
+    assert item["names"] == [*names]
+    assert [{*one} for one in item["rounds"]] == rounds
+    for number, levels in enumerate(item.get("levels", ())):  # rank 0's weights, spread
+        assert sum(levels) == pytest.approx(1, abs=1e-3)
+        assert number or max(levels) < 1
 
 
 PS = {
@@ -250,18 +291,30 @@ def view(tab: Page) -> list[float]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("words", "processes", "sections"),
+    ("words", "servers", "sections"),
     [
-        (["-s", "ddp + pp(2)"], 4, {"timeline", "loss", "traffic", "schedule", "memory"}),
-        (["-s", "ps(quorum=0.75)", "--slow", "3:4x"], 5, {"timeline", "staleness", "servers"}),
+        (["-s", "ddp + pp(2)"], [], {"timeline", "loss", "traffic", "schedule", "memory"}),
+        (
+            ["-s", "ps(quorum=0.75)", "--slow", "3:4x"],
+            ["server 0"],
+            {"timeline", "staleness", "servers"},
+        ),
+        (
+            ["-s", "ps(replicas=2)"],
+            ["shard 0 copy 0", "shard 0 copy 1"],
+            {"traffic", "schedule", "servers"},
+        ),
+        (["-s", "gossip"], [], {"traffic", "schedule", "consensus-distance"}),
     ],
 )
 def test_the_page_of_a_run_works_in_chromium(
-    tmp_path: Path, tab: Page, words: list[str], processes: int, sections: set[str]
+    tmp_path: Path, tab: Page, words: list[str], servers: list[str], sections: set[str]
 ) -> None:
     (tmp_path / "train.py").write_text(DEEP)
     done = shoal("run", "train.py", "-n", "4", *words, "--record", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    trace = open_trace(tmp_path / "run")
+    assert {span.peer for one in trace.values() for span in one} <= {None, *trace}
     done = shoal("report", "run", "-o", "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     tab.errors.clear()
@@ -269,7 +322,7 @@ def test_the_page_of_a_run_works_in_chromium(
         tab.open(tmp_path / "page.html", width)
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
     names = tab.evaluate("[...document.querySelectorAll('.names .main')].map(e => e.textContent)")
-    assert names == [*(f"rank {r}" for r in range(4)), *["server 0"] * (processes - 4)]
+    assert names == [*(f"rank {r}" for r in range(4)), *servers]
     assert sections <= set(tab.evaluate("[...document.querySelectorAll('section')].map(e => e.id)"))
 
     tab.evaluate(f"{CANVAS}.focus()")

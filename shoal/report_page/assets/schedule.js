@@ -82,12 +82,15 @@ function rounds(item) {
     return [size / 2 + radius * Math.cos(turn), size / 2 + radius * Math.sin(turn)];
   });
   const arrows = drawn("g", {}, svg);
-  item.names.forEach((name, i) => {
+  const fills = item.names.map((name, i) => {
     drawn("circle", { cx: places[i][0], cy: places[i][1], r: dot, class: "rank" }, svg);
+    const fill = drawn("circle", { cx: places[i][0], cy: places[i][1], r: dot, class: "level", opacity: 0 }, svg);
     drawn("text", { x: places[i][0], y: places[i][1] + 4, "text-anchor": "middle" }, svg, name);
+    return fill;
   });
   return animated(item, item.rounds.length, "round", svg, (frame) => {
     arrows.replaceChildren();
+    if (item.levels) fills.forEach((fill, i) => fill.setAttribute("opacity", item.levels[frame][i]));
     const told = new Set(item.rounds[frame].map((one) => one[2]));  // one word for all: told once
     for (const [src, dst, words] of item.rounds[frame]) {
       const [a, b] = [places[src], places[dst]], length = Math.hypot(b[0] - a[0], b[1] - a[1]) || 1;
@@ -97,6 +100,6 @@ function rounds(item) {
       drawn("path", { d: `M${from}L${to}`, class: "arrow", "marker-end": `url(#${mark.id})` }, arrows);
       if (told.size > 1 && item.rounds[frame].length <= 40) drawn("text", { x: (from[0] + to[0]) / 2 + side[0], y: (from[1] + to[1]) / 2 + side[1] + 4, class: "told", "text-anchor": "middle" }, arrows, words);
     }
-    return told.size === 1 ? [...told][0] : "";
+    return item.told ? item.told[frame] : told.size === 1 ? [...told][0] : "";
   });
 }

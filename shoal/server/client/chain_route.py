@@ -22,6 +22,7 @@ from dataclasses import replace
 from shoal.errors import PeerLost
 from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
 from shoal.protocol.connection import Connection
+from shoal.runtime.trace import server_name
 from shoal.server.client import route
 from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
 from shoal.server.messages import SetUp, Stats
@@ -65,6 +66,9 @@ class ChainRoute(route.Route):
         self._heads_found = 0
         self._found_at: int | None = None  # the head that was found last
         self._control: Connection | None = None  # to it, from the thread that found it
+
+    def server(self, channel: Channel) -> str:
+        return server_name(self.index, self._led[channel][0])
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp:
         self._spec = spec

@@ -233,7 +233,7 @@ class Client:
                 num_bytes = (stop - start) * self.out.element_size()
                 self.shared_bytes += num_bytes
                 if self.tracer.enabled:
-                    now_ns, server = time.monotonic_ns(), f"server {link.index}"
+                    now_ns, server = time.monotonic_ns(), link.route.server("push")
                     told = (f"push {server}", "shared memory", None, num_bytes, server)
                     self.tracer.add("push", now_ns, now_ns, *told)
             else:

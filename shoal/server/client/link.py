@@ -184,7 +184,7 @@ class ServerLink:
             unacknowledged.append(request)
         self.route.answered(channel, request, began_ns / 1e9)
         if self._tracer.enabled:
-            server = f"server {self.index}"
+            server = self.route.server(channel)
             more = (request.kind.name, None, sum(len(part) for part in request.payload), server)
             end_ns = time.monotonic_ns()
             self._tracer.add(_SPANS[channel], began_ns, end_ns, f"{channel} {server}", *more)

@@ -17,6 +17,7 @@ from shoal.protocol import MAX_META_BYTES, Channel, ErrorReply, FrameKind, Heade
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import RECONNECT_S, dial
 from shoal.runtime.config import RunConfig
+from shoal.runtime.trace import server_name
 from shoal.server.messages import SetUp
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
@@ -81,13 +82,17 @@ class Route:
         self.rank = caller.rank_of(caller.header.worker)
         self.index = index
         self.address = address
-        self.whom = f"server {index}"
+        self.whom = server_name(index)
         self.epoch = 0  # the latest of the chain that is known
         self.is_unix = address.startswith("unix:")
         self.current: dict[Channel, Connection] = {}
         self.former: list[Connection] = []
         self.failure: PeerLost | None = None  # why there is no other try
         self.is_closing = False
+
+    def server(self, channel: Channel) -> str:
+        """The process that a channel leads to, by its name in a trace."""
+        return server_name(self.index)
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp | None:
         """Open the control channel; the answer to SETUP, where that was part of it."""

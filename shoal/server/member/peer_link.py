@@ -9,8 +9,8 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import dial
 from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.trace import Tracer, server_name
 from shoal.server.chain.messages import ChainMessage
 from shoal.server.member.operations import encode_message
 
@@ -53,6 +54,7 @@ class PeerLink:
         self._messages = queue.SimpleQueue()
         self._posted = 0  # to the queue
         self._taken = 0  # from it, and sent
+        self._name = server_name(self._owner.place.shard, self.peer)
         name = f"shoal-chain-{self.peer}"
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -81,7 +83,8 @@ class PeerLink:
         if sum(view.nbytes for view in views) > _SMALL_BYTES:
             return message
         try:
-            rest = connection.send_now(self._plain, meta, *views)
+            with self._traced(connection):
+                rest = connection.send_now(self._plain, meta, *views)
         except (Closed, OSError):
             connection.abort()
             return None
@@ -150,10 +153,22 @@ class PeerLink:
             connection, posted = item
             try:
                 if connection is self._connection:
-                    self._send_posted(connection, posted)
+                    with self._traced(connection):
+                        self._send_posted(connection, posted)
             except (Closed, OSError):
                 connection.abort()
             self._taken += 1
+
+    def _traced(self, connection: Connection) -> AbstractContextManager[None]:
+        tracer = self._owner.host.tracer
+        return self._span(connection, tracer) if tracer.enabled else nullcontext()
+
+    @contextmanager
+    def _span(self, connection: Connection, tracer: Tracer) -> Iterator[None]:
+        start_ns, before_bytes = time.monotonic_ns(), connection.sent_bytes
+        yield
+        told = (f"chain {self._name}", "", None, connection.sent_bytes - before_bytes, self._name)
+        tracer.add("send", start_ns, time.monotonic_ns(), *told)
 
     def _send_posted(self, connection: Connection, posted: Posted) -> None:
         if isinstance(posted, memoryview):
