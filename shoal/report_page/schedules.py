@@ -102,8 +102,7 @@ def _gossip(term: Gossip, ranks: int) -> Iterator[dict[str, Any]]:
         "title": f"mixing over {mixing.name}",
         "note": f"An arrow is a replica's weights on their way, with the share that the receiver "
         f"takes of them, {when}. The fuller a circle, the more it has of the weights that rank 0 "
-        f"began with; without training all come to {1 / ranks:.1%}, by the second eigenvalue of "
-        f"{mixing.second_eigenvalue:.3f} a round.",
+        f"began with; all come to {1 / ranks:.1%}. {mixing.expectation.capitalize()}.",
         "names": [str(rank) for rank in range(ranks)],
         "rounds": rounds,
         "levels": levels,

@@ -43,6 +43,7 @@ from shoal.sync.replica_mean import averaged, mean_state
 from shoal.transport.transport import Work
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
+MEASURE_EARLY = (1, 5, 20)  # so that a short run that is traced has a line of them
 _TAG = 0x60551
 
 
@@ -188,7 +189,7 @@ class MixWeights(Mixer):
 
     The weights that count are the mean of all replicas, and so are BatchNorm's statistics and, in
     a checkpoint, the optimizer's state. Every 50 steps the distance between replicas is measured,
-    with an all-reduce that is not counted as traffic; in a run with a trace also after 1, 2, 4, …
+    with an all-reduce that is not counted as traffic; in a run with a trace also after a few.
     """
 
     mixes_gradients = False
@@ -198,8 +199,8 @@ class MixWeights(Mixer):
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
         self._count_step()
-        is_early = self.update.tracer.enabled and self.turn < MEASURE_EVERY
-        if self.turn % MEASURE_EVERY == 0 or (is_early and self.turn.bit_count() == 1):
+        is_early = self.update.tracer.enabled and self.turn in MEASURE_EARLY
+        if self.turn % MEASURE_EVERY == 0 or is_early:
             self.measure()
 
     def loss(self, local_loss: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ class MixWeights(Mixer):
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
         start_ns = time.monotonic_ns()
-        with self.traffic.uncounted():
+        with self.traffic.uncounted(), self.update.tracer.sent.uncounted():
             mean = self.flat.data.clone()
             self.group.all_reduce(mean, Op.MEAN).wait()
             apart = (self.flat.data - mean).double().square().sum()
