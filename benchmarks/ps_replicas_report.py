@@ -10,14 +10,15 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.harness import check_names, measure_in_workers, say, spread
-from shoal.cluster.units import parse_bytes
+from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.commands.launching import check_folder, config_for, strategy_for
 from shoal.commands.output import plain_table
 from shoal.errors import BadInput
 
 NOTE = """\
 a push: until it is acknowledged, median (quartiles); behind: pushes that a copy
-lacked and another had shown; a kill: of the head, while all workers push"""
+lacked and another had shown; a kill: of the head, while all workers push; undone:
+acknowledged pushes that it lost; sent: by a worker and along the chain, computed"""
 _WORDS = ("strong", "eventual")
 _MOST_REPLICAS = 16
 
@@ -77,16 +78,17 @@ class ReplicaBench:
 def table_of(document: dict[str, Any]) -> Table:
     size = f"{document['bytes'] / 1e6:g} MB"
     title = f"{document['workers']} workers push {size}, one shard"
-    heads = ["replicas", "consistency", "ms a push", "to one\ncopy", "behind"]
+    heads = ["replicas", "consistency", "sent a\npush", "ms a push", "to one\ncopy", "behind"]
     heads += ["refused\nat a kill", "undone", "without\nservice"]
     one = next((r["push"]["median_ms"] for r in document["results"] if r["replicas"] == 1), None)
-    rows = [_row(result, one) for result in document["results"]]
+    rows = [_row(result, one, document["bytes"]) for result in document["results"]]
     return plain_table(title, heads, rows, left=2)
 
 
-def _row(result: dict[str, Any], one_ms: float | None) -> list[str]:
+def _row(result: dict[str, Any], one_ms: float | None, num_bytes: int) -> list[str]:
     ratio = "" if one_ms is None else f"{result['push']['median_ms'] / one_ms:.2f}×"
-    row = [str(result["replicas"]), "", spread(result["push"], "_ms"), ratio]
+    sent = show_bytes(num_bytes * result["replicas"])
+    row = [str(result["replicas"]), "", sent, spread(result["push"], "_ms"), ratio]
     if result["replicas"] == 1:
         return [*row, "", "all: it ends\nthe run", "all", "to the end"]
     row[1] = result["consistency"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,6 +22,9 @@ from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import Subject, workload_of_script
 from shoal.errors import BadInput, ShoalError
 from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
+from shoal.plan.step.collective_time import Network, group_of
+from shoal.plan.sync_price import SyncQuestion
+from shoal.plan.workloads import Precision
 from shoal.runtime import svg as drawing
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
@@ -113,14 +117,8 @@ def explain(
     layout = value.layout(workers)
     with scratch_folder("memory") as folder:
         [found] = estimates(command_for(script, args), [value], workers, folder)
-    traced = None
-    try:
-        traced = workload_of_script(script, args)
-        sent = list(exchanges(value, workers, traced))
-    except ShoalError as error:
-        sent = list(exchanges(value, workers, None))
-        print(f"bytes that are sent are not known: {error}", file=sys.stderr)
-    held = list(_held(value, layout, found, traced))
+    sent = _sent(value, workers, partial(workload_of_script, script, args), found["held"])
+    held = list(_held(value, layout, found))
     lanes = _lanes(value, layout, len(found["servers"]))
     programs = f"{class_of(layout)}: {_CLASSES[class_of(layout)]}"
     servers = "; servers run a program of their own" if found["servers"] else ""
@@ -131,6 +129,7 @@ def explain(
         "class": programs,
         "workers": held,
         "servers": found["servers"],
+        "experts": found["experts"],
         "exchanges": [one._asdict() for one in sent],
         "five_steps": {lane: dict(zip(STEPS, cells, strict=True)) for lane, cells in lanes.items()},
     }
@@ -142,6 +141,7 @@ def explain(
         f"{programs}{servers}\n",
         _table_of_held(title, held, found["servers"]),
         _tp_words(found["roles"]),
+        *([f"{found['experts']}\n"] if found["experts"] else []),
         plain_table("what is sent in a step", ["what", "how", "over ranks", "sent"], rows, left=3),
         "",
         plain_table("the five steps of distributed SGD", ["", *STEPS], steps, left=6),
@@ -177,6 +177,23 @@ def _show_all(as_json: bool) -> None:
     show({"strategies": documents}, [table, "", *said], as_json, wraps=True)
 
 
+def _sent(
+    strategy: Strategy,
+    workers: int,
+    trace: Callable[[], Subject],
+    stages: Sequence[Mapping[str, Any]],
+) -> list[ExplainedExchange]:
+    """A line on stderr says why some of it is not known."""
+    try:
+        return list(exchanges(strategy, workers, trace()))
+    except ShoalError as error:
+        found = list(exchanges(strategy, workers, None, stages))
+        if any(one.sent_bytes is None for one in found):
+            what = "what is sent inside of a replica is not known (?)"
+            print(f"{what}: {error}", file=sys.stderr)
+        return found
+
+
 def _places(layout: Layout, rank: int) -> dict[str, int]:
     from shoal.comm.mesh import AXES  # torch: only where it is needed
 
@@ -187,15 +204,13 @@ def _places(layout: Layout, rank: int) -> dict[str, int]:
     return {axis: found[axis] for axis in AXES if sizes[axis] > 1}
 
 
-def _held(
-    strategy: Strategy, layout: Layout, found: Mapping[str, Any], traced: Subject | None
-) -> Iterator[dict[str, Any]]:
+def _held(strategy: Strategy, layout: Layout, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What each worker has: its place on the axes, layers, bytes, and samples."""
     batches = strategy.sync_for(layout.replicas).batches
     parts = layout.replicas * layout.ep
     samples = f"1/{parts} of a batch" if parts > 1 else "all"
-    if traced is not None and parts > 1:
-        samples = f"{-(-traced.batch // parts)} of {traced.batch}"
+    if found["batch"] and parts > 1:
+        samples = f"{-(-found['batch'] // parts)} of {found['batch']}"
     of_all = {Batches.IN_TURNS: "whole batches", Batches.WHOLE_DATASET: f"1/{parts} of all"}
     samples = of_all.get(batches, samples)
     samples += f", 1/{layout.cp} of positions" if layout.cp > 1 else ""
@@ -212,14 +227,26 @@ def _held(
 
 
 def exchanges(
-    strategy: Strategy, workers: int, traced: Subject | None
+    strategy: Strategy,
+    workers: int,
+    traced: Subject | None,
+    stages: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[ExplainedExchange]:
-    """Between replicas first, then inside of one, along each axis."""
+    """Between replicas first, then inside of one, along each axis.
+
+    Without a traced model the former are known from the parameters that each stage holds.
+    """
     from shoal.comm.mesh import axes  # torch: only where it is needed
 
     layout = strategy.layout(workers)
     term = strategy.sync_for(layout.replicas)
-    sync, pulled, inside = _bytes(strategy, workers, traced) if traced else (None, None, {})
+    sync: float | None = None
+    pulled: float | None = None
+    inside: dict[tuple[str, str], float] = {}
+    if traced is not None:
+        sync, pulled, inside = _bytes(strategy, workers, traced)
+    elif stages:
+        sync, pulled = _bytes_of_parameters(term, layout, stages)
     for way in _WAYS[term.name][1] if layout.replicas > 1 or term.has_servers else ():
         what, how = way.split(": ")
         how += f" by {term.collective_algorithm}" if term.collective_algorithm else ""
@@ -268,6 +295,29 @@ def _bytes(
             shared = (question.parameters - own) * question.precision.gradient_bytes
             found[axis, "gradients: all_reduce"] = 2 * (size - 1) / size * shared
     return price_of(term, question).sent_bytes, question.buffer_bytes, found
+
+
+def _bytes_of_parameters(
+    term: SyncTerm, layout: Layout, stages: Sequence[Mapping[str, Any]]
+) -> tuple[float, float]:
+    """Of the fullest stage, in a step: sent to other replicas, its weights."""
+    cluster = load_cluster("dgx-a100")
+    node = replace(cluster.node, devices=layout.workers)
+    fullest = max(stages, key=lambda stage: float(stage["numel"]))
+    precision = Precision(parameter_bytes=fullest["width"], gradient_bytes=fullest["width"])
+    question = SyncQuestion(
+        Network(replace(cluster, node=node, nodes=1)),
+        group_of(layout, "dp"),
+        fullest["numel"],
+        precision,
+        compute_s=0.0,
+        backward_s=0.0,
+        microbatches=1,
+        workers=layout.workers,
+        is_stage=layout.pp > 1,
+        adds_up=layout.ep > 1,
+    )
+    return price_of(term, question).sent_bytes, question.buffer_bytes
 
 
 def _lanes(strategy: Strategy, layout: Layout, servers: int) -> dict[str, list[str]]:

@@ -103,7 +103,7 @@ def scale(
             min=1,
             max=MOST_MEASURED,
             help="Measure up to so many workers.",
-            show_default="one for each core",
+            show_default="one for each GPU, or core without GPUs",
         ),
     ] = None,
     cluster: Annotated[
@@ -120,18 +120,19 @@ def scale(
     """Measure how much faster a script becomes with more workers, and predict it beyond.
 
     Speed-up and efficiency with the ideal line, and what was lost to communication and waiting.
-    Runs are in turns with single, as those of `shoal compare`. Numbers of workers beyond the cores
-    of this machine are predicted, as by `shoal predict`, and marked.
+    Runs are in turns with single, as those of `shoal compare`. Numbers of workers beyond the
+    GPUs or cores of this machine are predicted, as by `shoal predict`, and marked.
     """
     command = command_for(script, args)
     counts = options.parse_counts("-n", numbers, MOST_WORKERS)
     check_folder(svg, "a drawing")
     asked = _asked(strategy or ["ddp"], counts)
-    most = processes or cores()
-    here = [n for n in counts if 1 < n <= most]
-    notes = [f"warning: {n} workers share {counted(cores(), 'core')}" for n in here if n > cores()]
     target = command[2:] if command[1] == "-m" else command[1:]
     config = config_for(as_strategy("single"), seed, device)
+    there, kind = _places(config.device)
+    most = processes or there
+    here = [n for n in counts if 1 < n <= most]
+    notes = [f"warning: {n} workers share {counted(there, kind)}" for n in here if n > there]
     predicted: dict[tuple[str, int], ScaleRow] = {}
     if cluster is not None or counts[-1] > most:
         predicted, said = _predicted(script, args, cluster, asked)
@@ -147,6 +148,14 @@ def scale(
         raise ended
     if not any(row.step_s for row in rows if row.how == "measured" and row.workers in (1, *here)):
         raise typer.Exit(1)
+
+
+def _places(device: str | None) -> tuple[int, str]:
+    """How many workers have one each, of the GPUs that a run uses, or of the cores."""
+    from shoal.launch.rank.worker_group import possible_gpus  # torch: only where it is needed
+
+    gpus = len(possible_gpus(device))
+    return (gpus, "GPU") if gpus else (cores(), "core")
 
 
 def _measure(

@@ -29,7 +29,7 @@ from shoal.errors import BadInput, StopTraining
 from shoal.observe import model_sizes
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.expert.mixtures import Mixture, mixtures_for
-from shoal.replica.expert.split import keep_first_experts
+from shoal.replica.expert.split import expert_summary, keep_first_experts
 from shoal.replica.loss import BoundLoss, LossFunction
 from shoal.replica.microbatch_context import Loss
 from shoal.replica.pipeline.stages import Stages
@@ -148,7 +148,9 @@ def held_layers(sizes: ModelSizes, term: SyncTerm, replicas: int) -> dict[str, A
     if term.shards_state and replicas > 1:
         shards = sizes.flat.shards(replicas)
         owned = [layers([r.name for r in ranges if s.start <= r.start < s.stop]) for s in shards]
-    return {"layers": layers([r.name for r in ranges]), "owned": owned}
+    numel = sum(p.numel() for p in sizes.flat.params)
+    found = {"layers": layers([r.name for r in ranges]), "owned": owned}
+    return {**found, "numel": numel, "width": sizes.width}
 
 
 def stage_activations(virtual: Sequence[int], pp: Pp | None, microbatches: int) -> list[int]:
@@ -189,6 +191,8 @@ class EstimateJob(Job):
         self._is_own_loop = False
         self._held: list[dict[str, Any]] = []  # by stage
         self._roles: dict[str, str] = {}  # of layers that tp splits
+        self._experts = ""  # where those of ep are
+        self._rows = 0  # of a global batch
 
     def around_script(self) -> AbstractContextManager[None]:
         return model_sizes.parameters_without_memory()
@@ -252,7 +256,7 @@ class EstimateJob(Job):
         microbatches = options.local_microbatches(replicas)
         rows_of = 1 if batches is Batches.IN_TURNS else replicas
         content = getattr(batch, "content", batch)
-        total = num_rows(content)
+        total = self._rows = num_rows(content)
         largest = max(1, math.ceil(total / (rows_of * microbatches)))
         micro = take_rows(content, [range(largest)], total)
         split = split_model(model, pp)
@@ -266,6 +270,7 @@ class EstimateJob(Job):
         except Exception as error:  # whatever the user's model does with a fake tensor
             self._whys.append(first_line(error))
         if ep is not None:
+            self._experts = expert_summary(model, mixtures, ep.size, ep.capacity)
             keep_first_experts(mixtures, ep.size)
         # under ep gradients are summed over its workers at the parameters
         accumulates = microbatches > 1 or ep is not None
@@ -289,6 +294,8 @@ class EstimateJob(Job):
             "unknown": self._whys,
             "held": self._held,
             "roles": self._roles,
+            "experts": self._experts,
+            "batch": self._rows,
         }
 
 

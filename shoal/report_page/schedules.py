@@ -86,7 +86,10 @@ def _gossip(term: Gossip, ranks: int) -> Iterator[dict[str, Any]]:
         mixing = mixing_for(term.graph, ranks)
     except ShoalError:  # the file of a user's own graph is not here
         return
-    rounds, levels, told, of_first = [], [], [], np.eye(ranks)[0]
+    of_first = np.eye(ranks)[0]
+    rounds: list[list[tuple[int, int, str]]] = []
+    levels: list[list[float]] = []
+    told: list[str] = []
     for step in range(min(_MOST_ROUNDS, max(len(mixing.matrices), mixing.steps_to_tenth))):
         heard = [(rank, mixing.heard_by(rank, step)) for rank in range(ranks)]
         found = [(peer, rank, share) for rank, of in heard for peer, share in of.items()]

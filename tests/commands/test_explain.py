@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.commands.explain import STEPS, _lanes, class_of, five_steps
+from shoal.commands.explain import STEPS, _lanes, class_of, exchanges, five_steps
 from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import _SYNC
 from tests import scripts
@@ -89,6 +89,55 @@ def test_splits_of_gpt(tmp_path: Path, words: list[str], axis: str) -> None:
     inside = [one for one in found["exchanges"] if one["over"] == [[0, 1], [2, 3]]]
     assert inside and all(one["sent_bytes"] > 0 for one in inside)
     assert set(found["workers"][0]["axes"]) == {"dp", axis}
+
+
+ROUTED = scripts.PLAIN.replace(
+    "def train(job)",
+    """class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        best, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if len(rows := (best == i).nonzero()[:, 0]):
+                out[rows] = expert(x[rows])
+        return self.head(out)
+
+
+def train(job)""",
+).replace("job.step(model()", "job.step(Routed()")
+
+
+@pytest.mark.whole
+def test_of_experts_that_cannot_be_traced_what_is_known_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ROUTED)
+    done = shoal_process("explain", "ddp + ep(2)", "train.py", "-n", "4", "--json", cwd=tmp_path)
+    (why,) = done.stderr.splitlines()
+    assert done.returncode == 0 and why.startswith("what is sent inside of a replica is not known")
+    found = json.loads(done.stdout)
+    assert found["experts"].startswith(
+        "ep(2): 1 layer of experts, 2 of 4 on each worker; they have"
+    )
+    assert {one["samples"] for one in found["workers"]} == {"5 of 20"}
+    gradients, activations = found["exchanges"]
+    held = 4 * (7 * 4 + 2 * 7 * 6 + 7 * 3)  # bytes of gate, two experts and head
+    assert gradients["sent_bytes"] == pytest.approx(held, rel=0.1)
+    assert activations["sent_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "times"),
+    [("ddp", 1.5), ('ddp(compress="bf16")', 0.75), ("zero(3)", 2.25), ("ps", 1), ("gossip", 2)],
+)
+def test_bytes_between_replicas_need_no_trace(strategy: str, times: float) -> None:
+    value, numel = as_strategy(strategy), 10_000_000
+    stages = [{"numel": numel, "width": 4}, {"numel": 5, "width": 4}]
+    sent = next(exchanges(value, 4, None, stages)).sent_bytes
+    assert sent == pytest.approx(times * 4 * numel, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", [kind.__name__.lower() for kind in _SYNC])

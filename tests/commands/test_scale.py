@@ -42,6 +42,23 @@ def test_a_speed_up_that_is_no_verdict_has_no_efficiency_and_no_point() -> None:
     assert "no verdict" in str(rows[1].why)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "found"),
+    [
+        (0, None, (3, "core")),
+        (2, None, (2, "GPU")),
+        (2, "cpu", (3, "core")),
+        (2, "cuda:1", (1, "GPU")),
+    ],
+)
+def test_workers_are_measured_up_to_the_devices_that_they_use(
+    gpus: int, device: str | None, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr(scale, "cores", lambda: 3)
+    assert scale._places(device) == found
+
+
 def test_predicted_rows_are_marked_and_end_at_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

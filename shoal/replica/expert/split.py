@@ -47,7 +47,7 @@ class ExpertSplit(SlicedTensors):
         self.original = copy_structure(model, self._twins)
         self.full_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self._mixtures = list(mixtures)
-        self.summary = _summary(model, mixtures, group.size, capacity)
+        self.summary = expert_summary(model, mixtures, group.size, capacity)
         self.specs: dict[str, ShardSpec] = {}
         self._owner: dict[str, int] = {}  # of tensors of experts in lists
         self._channel = PytreeChannel(group, device)
@@ -153,7 +153,7 @@ def keep_first_experts(mixtures: Sequence[Mixture], ranks: int) -> None:
                 slot.module._buffers.pop(slot.key, None)
 
 
-def _summary(
+def expert_summary(
     model: nn.Module, mixtures: Sequence[Mixture], ranks: int, capacity: float | None
 ) -> str:
     """How many experts are where, and how much of the model they are."""
