@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,34 @@ def test_pushes_of_workers_on_the_gpu_of_the_server_do_not_pass_through_the_host
 def test_a_worker_on_a_gpu_that_is_killed_comes_back(tmp_path: Path) -> None:
     words = ("-s", 'ps(mode="async", placement="rank0", on="cuda")', "--kill", "1@5")
     assert final_loss(tmp_path, "-n", "3", *words, "--restart", "1") < 5.0
+
+
+NAN_AT_4 = script("""
+from pathlib import Path
+
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd, on_nan=sys.argv[1])
+    x, y = data[:20]
+    for number in range(1, 8):
+        step((x * float("nan") if number == 4 else x, y))
+        if number < 4:
+            job.save("kept")
+    weights = step.flat.data.isfinite().all().item()
+    job.print(job.steps, weights)
+""")
+
+
+@pytest.mark.parametrize(
+    ("on_nan", "status", "says"),
+    [("stop", 1, "is not a finite number"), ("skip", 0, "7 True"), ("go on", 0, "7 False")],
+)
+def test_a_loss_of_nan(tmp_path: Path, on_nan: str, status: int, says: str) -> None:
+    (tmp_path / "train.py").write_text(NAN_AT_4)
+    words = ("run", "-n", "2", "-s", "ddp", "--device", "cuda", "train.py", on_nan)
+    done = shoal(*words, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert json.loads((tmp_path / "kept" / "manifest.json").read_text())["steps"] == 3
 
 
 @pytest.fixture(scope="module")
