@@ -19,6 +19,8 @@ app = new_app("Measure Shoal against other libraries.")
 app.command()(validate)
 app.command()(published)
 WORKLOADS = ("digits", "gpt", "mlp", "mlp-small")
+MODELS = ("mlp-16", "mlp-64", "digits", "mlp-256", "gpt")
+MODELS += ("gpt2-8", "gpt2-32", "gpt2-8-compiled", "gpt2-32-compiled")
 
 
 @app.callback()
@@ -56,6 +58,28 @@ def step(
     check_names("--workload", workload or (), WORKLOADS)
     names = workload or ["digits", "gpt", "mlp"]
     results = [run(name, n, rounds, device) for n in workers or [1, 2] for name in names]
+    show({"results": results}, [table_of(results), FASTER], as_json)
+
+
+@app.command()
+def overhead(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(MODELS)}; repeatable.", show_default="all"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """What `job.step` costs beside the computing, on one device.
+
+    The plain PyTorch loop and `single`, from models of a few thousand parameters to, on a GPU,
+    GPT-2; with the device waited for after each step and after a round of steps.
+    """
+    from benchmarks.overhead import cases, run, table_of
+
+    check_names("--model", model or (), MODELS)
+    results = run(model or cases(device), rounds, device)
     show({"results": results}, [table_of(results), FASTER], as_json)
 
 

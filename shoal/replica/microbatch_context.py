@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
+from shoal.replica.host_streams import host_streams
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[[Any, Any], Tensor]
@@ -88,16 +87,13 @@ def fork_rng(device: torch.device) -> Iterator[None]:
     between steps is then the same on every rank and at any number of them.
     """
     states = get_generators(device)
-    numpy = sys.modules.get("numpy")
-    state_of_numpy = numpy.random.get_state() if numpy is not None else None
-    state_of_python = random.getstate()
+    with tracing:
+        of_host = host_streams.save()
     try:
         yield
     finally:
         with tracing:
-            random.setstate(state_of_python)
-            if numpy is not None:
-                numpy.random.set_state(state_of_numpy)
+            host_streams.restore(of_host)
             set_generators(device, states)
 
 
@@ -135,9 +131,7 @@ def seed_forward(device: torch.device, seed: int) -> None:
     """Seed all that a forward may draw from: torch, numpy and Python's `random`."""
     with tracing:
         seed_generators(device, seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        host_streams.seed(seed)
 
 
 def autocast_for(

@@ -46,7 +46,6 @@ class Throughput:
         self._calls = 0
         self._every = 1
         self._marks: list[Mark] = []
-        self._last: Mark | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -73,12 +72,11 @@ class Throughput:
         """A step has ended; it counts as `steps` where replicas take batches in turns."""
         self._steps += steps
         self._calls += 1
-        self._last = Mark(
-            time.monotonic_ns(), self._steps, self._rank_samples, time.process_time_ns()
-        )
         if self._calls % self._every:
             return
-        self._marks.append(self._last)
+        self._marks.append(
+            Mark(time.monotonic_ns(), self._steps, self._rank_samples, time.process_time_ns())
+        )
         if len(self._marks) > _MAX_MARKS:  # keep every second one
             self._marks = self._marks[1::2]
             self._every = 2 * self._every
@@ -105,7 +103,7 @@ class Throughput:
         `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
         """
         first = self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None
-        last = self._last
+        last = self._marks[-1] if self._marks else None
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
         totals: dict[str, Any] = {"seconds": seconds, "samples": self._rank_samples}
         if first is None or last is None or seconds <= 0:
@@ -132,33 +130,36 @@ class LossWatch:
     def __init__(self, say: Callable[[str], None]):
         self.reported: int | None = None  # the step
         self._say = say
-        self._first: Tensor | None = None  # the first step with such a loss, or 0
-        self._noted = 0
+        self._noted: list[tuple[int, Tensor]] = []
         self._stops = False
 
     def note(self, step: int, loss: Tensor, stops: bool = False) -> None:
         """The loss of a step; `stops`: one that is not finite ends the run."""
         self._stops |= stops
-        if self.reported is not None:
-            return
-        is_bad = ~torch.isfinite(loss.detach())
-        before = torch.zeros_like(is_bad, dtype=torch.int64) if self._first is None else self._first
-        self._first = torch.where(is_bad & (before == 0), step, before)
-        self._noted += 1
-        if loss.device.type == "cpu" or self._noted % _LOOK_EVERY == 0:
-            self.look()
+        if self.reported is None:
+            self._noted.append((step, loss.detach()))
+            if loss.device.type == "cpu" or len(self._noted) == _LOOK_EVERY:
+                self.look()
 
     def look(self) -> None:
         """Say what was noted."""
-        if self.reported is None and self._first is not None and (step := int(self._first.max())):
-            self.reported = step
-            found = f"the loss of step {step} is not a finite number (nan or inf)"
-            if self._stops:
-                raise ShoalError(
-                    f"{found}: the run stops, and checkpoints of earlier steps are kept; "
-                    'job.step(…, on_nan="skip") leaves out such steps, "go on" trains on'
-                )
-            self._say(found)
+        noted, self._noted = self._noted, []
+        values = torch.stack([loss for _, loss in noted]).tolist() if len(noted) > 1 else []
+        values = values or [float(loss) for _, loss in noted]
+        for (step, _), value in zip(noted, values, strict=True):
+            if not math.isfinite(value):
+                self._tell(step)
+                return
+
+    def _tell(self, step: int) -> None:
+        self.reported = step
+        found = f"the loss of step {step} is not a finite number (nan or inf)"
+        if self._stops:
+            raise ShoalError(
+                f"{found}: the run stops, and checkpoints of earlier steps are kept; "
+                'job.step(…, on_nan="skip") leaves out such steps, "go on" trains on'
+            )
+        self._say(found)
 
 
 class StepRecord:

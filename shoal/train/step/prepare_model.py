@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
@@ -98,8 +102,23 @@ def check_same_model(model: nn.Module, world: Group, device: torch.device) -> No
         )
 
 
+class _Registrations:
+    """Counts the parameters and modules that any module of this process was given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_module_parameter_registration_hook(self._note)
+        register_module_module_registration_hook(self._note)
+
+    def _note(self, module: nn.Module, name: str, value: Any) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+
+
 class KnownParameters:
-    """`check` is cheap, so that every step can call it: it compares identities."""
+    """`check` is cheap, so that every step can call it: it looks after a registration only."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -107,7 +126,7 @@ class KnownParameters:
 
     def check(self) -> None:
         """Raise `BadInput` if a parameter to train was added or replaced."""
-        if all(list(map(id, held.values())) == before for held, before in self._held):
+        if self._registered == _registrations.count:
             return
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
@@ -120,11 +139,9 @@ class KnownParameters:
         self.remember()
 
     def remember(self) -> None:
-        """What each module holds now; the objects are kept, so that no other gets their id."""
+        """What the model holds now; the objects are kept, so that no other gets their id."""
+        self._registered = _registrations.count
         self._known = {id(p): p for p in self._model.parameters()}
-        holders = [held for m in self._model.modules() for held in (m._parameters, m._modules)]
-        self._held = [(held, [id(value) for value in held.values()]) for held in holders]
-        self._objects = [list(held.values()) for held in holders]
 
 
 def check_user_schedules(

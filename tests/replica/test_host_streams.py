@@ -1,0 +1,62 @@
+"""Python's and numpy's generators around a forward, which draws from them or does not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.replica.host_streams import HostStreams
+
+
+def draw(source: str) -> list[float]:
+    return [random.random() if source == "python" else float(np.random.rand())]
+
+
+def states() -> Any:
+    kind, words, position, *gauss = np.random.get_state()
+    return random.getstate(), kind, list(words), position, gauss
+
+
+def step(streams: HostStreams, source: str | None, seed: int = 7) -> list[float]:
+    """One step; what its forward has drawn. The script's own streams are as before."""
+    before = states()
+    saved = streams.save()
+    streams.seed(seed)
+    drawn = draw(source) if source else []
+    streams.restore(saved)
+    assert states() == before
+    return drawn
+
+
+@pytest.mark.parametrize("source", ["python", "numpy"])
+def test_a_forward_that_draws_gets_the_stream_of_its_seed(source: str) -> None:
+    streams = HostStreams()
+    first = step(streams, source)
+    random.random(), np.random.rand()
+    assert step(streams, source) == first != step(streams, source, seed=8)
+
+
+@pytest.mark.parametrize("source", ["python", "numpy"])
+def test_one_that_begins_to_draw_is_seeded_from_the_next_step_on(source: str) -> None:
+    streams = HostStreams()
+    seeded = step(HostStreams(), source)
+    assert step(streams, None) == step(streams, None) == []
+    script = states()
+    late = step(streams, source)  # from the script's stream, which is alike on all ranks
+    assert draw(source) == late
+    random.setstate(script[0])
+    assert [step(streams, source), step(streams, None), step(streams, source)] == [
+        seeded,
+        [],
+        seeded,
+    ]
+
+
+def test_states_are_compared_in_memory() -> None:
+    """Else each step would read and write them, which takes half a millisecond."""
+    streams = HostStreams()
+    step(streams, None)
+    assert [before.state for _, before in streams.save()] == [None, None]
