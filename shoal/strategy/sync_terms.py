@@ -227,6 +227,7 @@ class Ddp(ElasticOption):
     bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
     compress: Annotated[str | None, optional(COMPRESS)] = None
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
+    shared_weights: Annotated[bool, FLAG] = False  # one copy of them, where all are on one host
 
     def _check_options(self) -> None:
         self.refuse_compression()

@@ -229,6 +229,7 @@ class Replica:
     copies: ReplicaShard | None = None  # where a replica is split: it knows parameters held twice
     replica_group: ReplicaGroup = field(default_factory=ReplicaGroup)  # these workers
     config: RunConfig = field(default_factory=RunConfig)
+    is_whole: bool = False  # all that job.step trains; False: a part of a loop of the user's own
 
 
 @dataclass(frozen=True)

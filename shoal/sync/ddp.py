@@ -175,6 +175,11 @@ class DdpPlan(SyncPlan[Ddp]):
         buckets = ddp_buckets(replica.flat, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, buckets, self.term.compress)
+        if self.term.shared_weights and not self.term.elastic:
+            from shoal.sync.shared_weights import build_shared  # only where it is used
+
+            if (shared := build_shared(replica, buckets)) is not None:
+                return shared
         return DdpSync(replica, buckets, LARGE_BYTES)
 
 

@@ -135,6 +135,7 @@ def assemble_step(
             copies=shard if context.is_split else None,
             replica_group=mesh.replica_group,
             config=context.services.config,
+            is_whole=shard is prepared.shard,
         )
     )
     if prepared.embeddings:

@@ -1,0 +1,341 @@
+"""ddp on one host with one copy of the weights, which each worker updates a slice of.
+
+    memory of the host   [ weights | gradients of rank 0 | … of rank n-1 ]
+
+    backward   each worker's gradients, bucket by bucket, to its place there
+    barrier    all gradients are there, and no worker reads weights any more
+    update     worker r adds up slice r of all gradients and updates slice r of the weights, with
+               an optimizer of that slice: 1/n of the state and of the time
+    barrier    all weights are new; nothing is gathered
+
+The model of a worker maps the weights privately (copy on write): what a script writes into it
+between two steps, such as weights that it clips or an average that it evaluates with, stays this
+worker's own, as it would be in memory of its own. Pages that were written are found before the
+update (`/proc/self/pagemap`): the owner of a slice takes its own values over, and afterwards the
+pages are given back, so that the worker sees the host's weights again.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group, Op
+from shoal.comm.objects import all_gather_bytes
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.optimizers import PARAM_KEYS, LooksAt, like, looks_at
+from shoal.sync import Replica, StepTraffic, Sync
+from shoal.sync.optimizer_step import GradNorm
+from shoal.transport.shm import memfd
+
+_ALIGN = 16  # elements: slices begin with a cache line
+_BLOCK = 1 << 16  # elements that are added up at a time, and stay in a core's cache
+_PAGE_WORD = 8  # bytes of /proc/self/pagemap
+
+
+class PrivatePages:
+    """A private mapping of shared memory, and whether it was written."""
+
+    def __init__(self, fd: int, offset: int, num_bytes: int):
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self.memory = mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, access, offset=offset)
+        address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self._where = address // mmap.PAGESIZE * _PAGE_WORD
+        self._length = -(-num_bytes // mmap.PAGESIZE) * _PAGE_WORD
+        self._map = open("/proc/self/pagemap", "rb", buffering=0)  # noqa: SIM115
+        self.memory[0] = self.memory[0]
+        self.can_tell = self.are_written()
+        self.give_back()
+        self.can_tell &= not self.are_written()
+
+    def are_written(self) -> bool:
+        """Whether a page is this process's own: it is there, or swapped out, and of no file."""
+        words = os.pread(self._map.fileno(), self._length, self._where)
+        if len(words) < self._length:
+            return True
+        state = torch.frombuffer(bytearray(words), dtype=torch.int64) >> 61 & 7
+        return bool((state & 1 == 0).logical_and_(state & 6 != 0).any())
+
+    def give_back(self) -> None:
+        """What was written is forgotten: the mapping shows the shared memory again."""
+        self.memory.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class Piece(NamedTuple):
+    """The part of a parameter in the slice of this worker: its elements in the flat buffer."""
+
+    index: int
+    where: slice
+    parameter: nn.Parameter
+
+
+def share(group: Group, num_bytes: int) -> int | None:
+    """A descriptor of memory of all ranks, which the caller closes; None on all: not possible."""
+    generation = memfd.new_generation()
+    fd = memfd.make("shoal-weights", num_bytes, generation) if group.rank == 0 else -1
+
+    def attach(offers: list[memfd.Offer]) -> int:
+        return offers[0].open_checked(num_bytes)
+
+    return memfd.rendezvous(partial(all_gather_bytes, group), fd, attach, os.close, generation)
+
+
+def can_share(replica: Replica) -> bool:
+    """The same on all ranks."""
+    flat, update = replica.flat, replica.update
+    return (
+        replica.is_whole
+        and replica.group.size > 1
+        and replica.copies is None
+        and flat.device.type == "cpu"
+        and flat.header_fits
+        and not any(p.is_complex() for p in flat.params)
+        and update.scaler is None
+        and type(update.optimizer).__module__.startswith("torch.optim.")  # plain state
+        and looks_at(update.optimizer) is LooksAt.ELEMENT
+    )
+
+
+def build_shared(replica: Replica, buckets: list[slice]) -> Sync | None:
+    """None on all ranks, where the memory of this host cannot be had or be watched."""
+    if not can_share(replica):
+        return None
+    group = replica.group
+    page = mmap.PAGESIZE
+    each = -(-replica.flat.data.nbytes // page) * page
+    fd = share(group, page + (1 + group.size) * each)
+    if fd is None:
+        return None
+    pages = None
+    try:
+        with suppress(OSError):
+            pages = PrivatePages(fd, page, each)
+        able = torch.tensor(float(pages is not None and pages.can_tell))
+        group.all_reduce(able, Op.MIN).wait()
+        if not able or pages is None:
+            return None
+        return SharedWeights(
+            replica, buckets, memfd.map_all(fd, page + (1 + group.size) * each), pages
+        )
+    finally:
+        os.close(fd)
+
+
+class SharedWeights(Sync):
+    """See above. `update.optimizer` has the settings, and the state where it is saved or loaded;
+    `_optimizer` updates the slice.
+    """
+
+    traffic: StepTraffic
+
+    def __init__(
+        self, replica: Replica, buckets: list[slice], memory: mmap.mmap, pages: PrivatePages
+    ):
+        flat = replica.flat
+        self.flat = flat
+        self.update = replica.update
+        self.traffic = StepTraffic()
+        self.group = self.traffic.count(flat, replica.group)
+        self._pages = pages
+        self._num_bytes = len(memory)
+        each = len(pages.memory)
+        starts = range(mmap.PAGESIZE, len(memory), each)
+        weights, *gradients = (_numbers(memory, flat, start) for start in starts)
+        self._weights = weights
+        self._gradients = gradients
+        if self.group.rank == 0:
+            weights.copy_(flat.data)
+        self.group.barrier().wait()
+        flat.move_to(_numbers(pages.memory, flat, 0))
+        flat.grads.watch(buckets, memory=gradients[self.group.rank])
+        self._slice = _slices(flat, self.group.size)[self.group.rank]
+        self._sum = torch.zeros(self._slice.stop - self._slice.start, dtype=flat.dtype)
+        self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
+        self._pieces = list(_pieces_of(flat, weights, self._slice))
+        self._by_parameter = {id(flat.params[p.index]): p.parameter for p in self._pieces}
+        self._optimizer = self._of_slice()
+        self._was_written = False
+        self.update.optimizer.state.clear()  # Adagrad has made some
+        self.update.grad_norm = GradNorm(over_shards=self._over_slices)
+
+    def _of_slice(self) -> torch.optim.Optimizer:
+        """An optimizer of the pieces, in the groups that the script has made of the parameters."""
+        groups = [
+            {
+                **{k: v for k, v in group.items() if k not in PARAM_KEYS},
+                "params": [
+                    self._by_parameter[id(p)]
+                    for p in group["params"]
+                    if id(p) in self._by_parameter
+                ],
+            }
+            for group in self.update.optimizer.param_groups
+        ]
+        made: torch.optim.Optimizer = like(self.update.optimizer, groups)
+        return made
+
+    def _over_slices(self, squares: Tensor) -> Tensor:
+        self.group.all_reduce(squares).wait()
+        return squares
+
+    # ------------------------------------------------------------------ one step
+
+    def finish(self) -> None:
+        self.collect()
+        with self._slice_is_updated():
+            self.update.apply()
+        for piece in self._pieces:
+            piece.parameter.grad = None
+        self.group.barrier().wait()
+        if self._was_written:
+            self._pages.give_back()
+        self.flat.zero_grad()
+
+    def collect(self) -> None:
+        """The gradients of this slice, over all ranks; then a script's own values count."""
+        self.group.barrier().wait()
+        _add_up([g[: self.flat.header_size] for g in self._gradients], self._head)
+        _add_up([g[self._slice] for g in self._gradients], self._sum)
+        has_gradient = self._head[1:].tolist()
+        for index, where, parameter in self._pieces:
+            start = self._slice.start
+            grad = self._sum[where.start - start : where.stop - start]
+            parameter.grad = grad if has_gradient[index] > 0 else None
+        self._was_written = self._pages.are_written()
+        if self._was_written:
+            self._weights[self._slice].copy_(self.flat.data[self._slice])
+        self.traffic.steps += 1
+        self.traffic.total += self._sum.nbytes * (self.group.size - 1)
+
+    def loss(self, local_loss: Tensor) -> Tensor:
+        return self._head[0].clone()
+
+    @contextmanager
+    def _slice_is_updated(self) -> Iterator[None]:
+        update = self.update
+        whole, params = update.optimizer, update.params
+        update.take_settings(update.steps)
+        for group, of_slice in zip(whole.param_groups, self._optimizer.param_groups, strict=True):
+            of_slice |= {k: v for k, v in group.items() if k not in PARAM_KEYS}
+        update.optimizer = self._optimizer
+        update.params = [piece.parameter for piece in self._pieces]
+        try:
+            yield
+        finally:
+            update.optimizer, update.params = whole, params
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @contextmanager
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
+        with self.traffic.uncounted():
+            if optimizer:
+                self._give_state()
+            try:
+                yield
+            finally:
+                if optimizer:
+                    self.update.optimizer.state.clear()
+
+    def _give_state(self) -> None:
+        """On rank 0 the state of all slices, as that of an optimizer of whole parameters."""
+        for name in self._state_names():
+            is_number = name.endswith("()")
+            key = name.removesuffix("()")
+            size = len(self.flat.params) if is_number else self.flat.size
+            values = torch.zeros(2, size, dtype=torch.float64 if is_number else self.flat.dtype)
+            for index, where, parameter in self._pieces:
+                state = self._optimizer.state.get(parameter, {})
+                is_first = where.start == self.flat.ranges[index].start
+                if key in state and (is_first or not is_number):
+                    at = slice(index, index + 1) if is_number else where
+                    values[0, at] = torch.as_tensor(state[key]).reshape(-1)
+                    values[1, at] = 1
+            self.group.all_reduce(values.view(-1)).wait()
+            if self.group.rank == 0:
+                self._take_whole(key, values, is_number)
+
+    def _take_whole(self, key: str, values: Tensor, is_number: bool) -> None:
+        for index, p in enumerate(self.flat.params):
+            start = index if is_number else self.flat.ranges[index].start
+            if values[1, start]:
+                of_p = (
+                    values[0, start].float() if is_number else self.flat.view(index, values[0], 0)
+                )
+                self.update.optimizer.state.setdefault(p, {})[key] = of_p.clone()
+
+    def _state_names(self) -> list[str]:
+        """Of all ranks; behind those of single numbers stands "()"."""
+        own = {
+            key if _has_elements(value) else f"{key}()"
+            for state in self._optimizer.state.values()
+            for key, value in state.items()
+            if value is not None
+        }
+        told = all_gather_bytes(self.group, "\n".join(sorted(own)).encode())
+        return sorted({name for text in told for name in text.decode().split("\n") if name})
+
+    def after_load(self) -> None:
+        """Each rank has loaded all of it: the state of its slice is taken from there."""
+        whole = self.update.optimizer.state
+        self._optimizer = self._of_slice()
+        for index, where, parameter in self._pieces:
+            start = self.flat.ranges[index].start
+            piece = slice(where.start - start, where.stop - start)
+            if state := whole.get(self.flat.params[index]):
+                self._optimizer.state[parameter] = {
+                    key: value.reshape(-1)[piece].clone() if _has_elements(value) else value
+                    for key, value in copy.deepcopy(state).items()
+                }
+        whole.clear()
+
+    def shared_bytes(self) -> int:
+        return self._num_bytes
+
+    def close(self) -> None:
+        self._pages.close()
+
+
+def _has_elements(value: object) -> bool:
+    """Whether a state has a number for each element; else it is a count of steps, or a setting."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _numbers(memory: mmap.mmap, flat: FlatParams, start: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=flat.dtype, count=flat.size, offset=start)
+
+
+def _slices(flat: FlatParams, ranks: int) -> list[slice]:
+    """Equal ones, wherever a parameter ends."""
+    each = -(-(flat.size - flat.offset) // (ranks * _ALIGN)) * _ALIGN
+    starts = [min(flat.offset + r * each, flat.size) for r in range(ranks + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(starts)]
+
+
+def _pieces_of(flat: FlatParams, weights: Tensor, part: slice) -> Iterator[Piece]:
+    for index, span in enumerate(flat.ranges):
+        where = slice(max(span.start, part.start), min(span.stop, part.stop))
+        if where.start < where.stop:
+            yield Piece(index, where, nn.Parameter(weights[where]))
+
+
+def _add_up(parts: Sequence[Tensor], into: Tensor) -> None:
+    """In the order of ranks, block by block."""
+    for start in range(0, into.numel(), _BLOCK):
+        first, second, *others = (part[start : start + _BLOCK] for part in parts)
+        target = into[start : start + _BLOCK]
+        torch.add(first, second, out=target)
+        for other in others:
+            target.add_(other)

@@ -1,0 +1,150 @@
+"""ddp(shared_weights=True): one copy of the weights a host, each worker updates a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.sync.ddp import DdpSync
+from shoal.sync.shared_weights import SharedWeights
+from shoal.train.job import Job
+from shoal.train.step.step import Step
+from tests.conftest import World
+from tests.jobs import after_training
+from tests.models import samples
+
+SHARED = "ddp(shared_weights=True)"
+Between = Callable[[Job, Step], None]
+
+
+class Net(nn.Module):
+    """With tied weights, a frozen one, and one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16)
+        self.again = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.again.weight
+        self.unused = nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(16, 3)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.tied(self.again(self.first(x).tanh()).tanh()).tanh())
+
+
+def by_dimension(named: Any, kind: Any, **options: Any) -> torch.optim.Optimizer:
+    """Weight decay for matrices alone, as people do it."""
+    params = [p for _, p in named]
+    groups = [{"params": [p for p in params if (p.dim() > 1) is d]} for d in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    return kind(groups, **options)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": partial(by_dimension, kind=torch.optim.AdamW, lr=0.01, weight_decay=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+}
+
+
+def trained(
+    world: World, size: int, strategy: str, between: Between = lambda job, step: None, **more: Any
+) -> Any:
+    """The sync, losses and weights after training; `between` is called before a later step."""
+
+    def go_on(job: Job, step: Step, losses: list[float]) -> Any:
+        for batch in job.batches(_data(), 16, steps=8):
+            between(job, step)
+            losses.append(float(step(batch)))
+        return type(step.sync), losses, [p.detach().clone() for p in step.model.parameters()]
+
+    return after_training(world, size, strategy, go_on, make=Net, **more)
+
+
+def _data() -> Any:
+    return samples(48)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    for (_, losses, weights), (_, expected_losses, expected_weights) in zip(
+        found, expected, strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses))
+        torch.testing.assert_close(weights, expected_weights, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_equals_ddp(world: World, size: int, optimizer: str) -> None:
+    options = {"optimizer": OPTIMIZERS[optimizer], "clip_norm": 0.5}
+    found = trained(world, size, SHARED, **options)
+    assert {kind for kind, *_ in found} == {SharedWeights}
+    assert_alike(found, trained(world, size, "ddp", **options))
+
+
+def clip_weights(job: Job, step: Step) -> None:
+    for p in step.model.parameters():
+        p.data.clamp_(-0.3, 0.3)
+
+
+def decay(job: Job, step: Step) -> None:
+    with torch.no_grad():
+        for p in step.model.parameters():
+            p.mul_(0.9)
+
+
+def look_with_others_on_rank_0(job: Job, step: Step) -> None:
+    """An average is evaluated with, and the weights come back."""
+    if job.rank:
+        return
+    weights = {name: value.clone() for name, value in step.model.state_dict().items()}
+    step.model.load_state_dict({name: torch.zeros_like(v) for name, v in weights.items()})
+    step.model.load_state_dict(weights)
+
+
+@pytest.mark.parametrize("between", [clip_weights, decay, look_with_others_on_rank_0])
+def test_what_a_script_writes_between_steps_counts_as_under_ddp(
+    world: World, between: Between
+) -> None:
+    options = {"optimizer": OPTIMIZERS["adamw"]}
+    found = trained(world, 2, SHARED, between, **options)
+    assert_alike(found, trained(world, 2, "ddp", between, **options))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("saves", "loads"), [(SHARED, "ddp"), ("ddp", SHARED), (SHARED, SHARED)])
+def test_a_checkpoint_of_one_goes_on_under_the_other(
+    world: World, tmp_path: Path, saves: str, loads: str, optimizer: str
+) -> None:
+    options = {"make": Net, "optimizer": OPTIMIZERS[optimizer]}
+
+    def save(job: Job, step: Step, losses: list[float]) -> list[float]:
+        job.save(tmp_path)
+        return [*losses, *(float(step(batch)) for batch in job.batches(_data(), 16))]
+
+    through = after_training(world, 2, saves, save, **options)
+    again = after_training(world, 2, loads, load=tmp_path, epochs=2, **options)
+    for whole, second in zip(through, again, strict=True):
+        assert whole[-len(second) :] == pytest.approx(second, rel=1e-4)
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_updates_them_everywhere(world: World) -> None:
+    kinds = after_training(
+        world,
+        2,
+        SHARED,
+        lambda job, step, losses: type(step.sync),
+        make=lambda: nn.Linear(6, 3, bias=False),
+        optimizer=partial(torch.optim.Adafactor, lr=0.01),
+    )
+    assert set(kinds) == {DdpSync}
