@@ -84,6 +84,38 @@ def overhead(
 
 
 @app.command()
+def host(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option("--workers", "-n", min=2, help="Repeatable.", show_default="2"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy", "-s", help="Repeatable.", show_default="ddp, shared weights, zero(2), ps"
+        ),
+    ] = None,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="sgd or adamw; repeatable.", show_default="both")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 512,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 15,
+    as_json: options.Json = False,
+) -> None:
+    """One process with all cores against workers that share them, the same global batch."""
+    from benchmarks.host import OPTIMIZERS, Way, run, table_of
+
+    check_names("--optimizer", optimizer or (), OPTIMIZERS)
+    named = strategy or ["ddp", "ddp(shared_weights=True)", "zero(2)", "ps"]
+    ways = [Way("single", 1), *(Way(each, n) for n in workers or [2] for each in named)]
+    results = []
+    for name in optimizer or OPTIMIZERS:
+        results += run(ways, name, batch_size, rounds, steps)
+    show({"results": results}, [table_of(results)], as_json)
+
+
+@app.command()
 def trace(
     workers: Annotated[
         list[int] | None,
