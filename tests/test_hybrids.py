@@ -48,10 +48,10 @@ TENSORS = ["tp(2)", "tp(2, sequence=True)"]
     ["ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', "zero(1)", "zero(2)", "zero(3)", *PS],
 )
 @pytest.mark.parametrize("split", ["pp(2)", *TENSORS, *PIPELINES, "cp(2)"])
-def test_replicas_that_are_split(world: World, split: str, sync: str) -> None:
+def test_replicas_that_are_split(world: World, split: str, sync: str, whole_suite: bool) -> None:
     strategy = f"{sync} + {split}"
     assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)  # the last batch is short
-    if "cp" not in split:
+    if whole_suite and "cp" not in split:
         assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
@@ -59,11 +59,14 @@ def test_replicas_that_are_split(world: World, split: str, sync: str) -> None:
 @pytest.mark.parametrize("sync", ["", "ddp + ", "zero(1) + ", "zero(3) + ", f"{PS[0]} + "])
 @pytest.mark.parametrize("tp", TENSORS)
 @pytest.mark.parametrize("pp", ["pp(2)", *PIPELINES])
-def test_stages_of_layers_that_are_split(world: World, pp: str, tp: str, sync: str) -> None:
+def test_stages_of_layers_that_are_split(
+    world: World, pp: str, tp: str, sync: str, whole_suite: bool
+) -> None:
     """Micro-batches of 3 and 2 windows of 5: as many positions as no size divides."""
     strategy = f"{sync}{tp} + {pp}"
     assert_equal(world, workers(strategy), strategy, gpt, texts(22, 5), 11, **GPT_OPTIONS)
-    assert_equal(world, workers(strategy), strategy, mlp, samples(28), 12, clip_norm=0.1)
+    if whole_suite:
+        assert_equal(world, workers(strategy), strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
 @pytest.mark.whole

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import scripts
 
 SCRIPT = scripts.PLAIN.replace(
@@ -16,6 +18,7 @@ if __name__""",
 )
 
 
+@pytest.mark.whole
 def test_a_ddp_worker_has_loaded_at_most_170_modules_after_its_first_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

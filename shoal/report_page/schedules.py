@@ -14,7 +14,7 @@ from shoal.runtime.wording import counted
 from shoal.schedules.collectives import catalog as collectives
 from shoal.schedules.mixing import mixing_for
 from shoal.schedules.pipelines import catalog as pipelines
-from shoal.strategy.sync_terms import Gossip
+from shoal.strategy.base import SyncTerm
 
 _MOST_RANKS = 64
 _MOST_ACTIONS = 20_000
@@ -30,7 +30,7 @@ def animations(run: RecordedRun) -> Iterator[dict[str, Any]]:
     servers = max((len(known) for _, known in run.syncs("servers")), default=0)  # or shards
     if servers and replicas + servers * sync.server_replicas <= _MOST_RANKS:
         yield _servers(replicas, servers, sync.server_replicas)
-    elif isinstance(sync, Gossip) and 1 < replicas <= _MOST_RANKS:
+    elif sync.mixing_graph and 1 < replicas <= _MOST_RANKS:
         yield from _gossip(sync, replicas)
     elif not sync.has_servers and 1 < replicas <= _MOST_RANKS and sync.lockstep:
         yield from _collective(sync.collective_algorithm, replicas)
@@ -80,10 +80,10 @@ def _collective(name: str | None, ranks: int) -> Iterator[dict[str, Any]]:
     }
 
 
-def _gossip(term: Gossip, ranks: int) -> Iterator[dict[str, Any]]:
+def _gossip(term: SyncTerm, ranks: int) -> Iterator[dict[str, Any]]:
     """Until replicas are a tenth as far apart; `levels` is what each has of rank 0's weights."""
     try:
-        mixing = mixing_for(term.graph, ranks)
+        mixing = mixing_for(term.mixing_graph or "", ranks)
     except ShoalError:  # the file of a user's own graph is not here
         return
     of_first = np.eye(ranks)[0]
@@ -99,7 +99,7 @@ def _gossip(term: Gossip, ranks: int) -> Iterator[dict[str, Any]]:
         taken = {words for _, _, words in rounds[-1]}
         each = f"each takes {taken.pop()} of its neighbours, " if len(taken) == 1 else ""
         told.append(f"{each}{min(levels[-1]):.1%} to {max(levels[-1]):.1%} is rank 0's")
-    when = "whenever it is ready" if term.mode == "async" else "each step"
+    when = "whenever it is ready" if term.needs_one_host else "each step"
     yield {
         "type": "rounds",
         "title": f"mixing over {mixing.name}",

@@ -101,6 +101,7 @@ class SyncTerm(Term, role="sync", abstract=True):
     is_exact_at_any_number: bool = False  # exact=True allows any number of replicas
     shards_state: bool = False  # each replica owns the training state of a run of parameters
     collective_algorithm: str | None = None  # the all-reduce by its name; None: the cheapest one
+    mixing_graph: str | None = None  # over which replicas average their weights
 
     # ---- losses
     is_elastic: bool = False  # its group changes: replicas leave and join between two steps

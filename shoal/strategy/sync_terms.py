@@ -165,6 +165,10 @@ class Gossip(ElasticOption):
     mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
 
+    @property
+    def mixing_graph(self) -> str:
+        return self.graph
+
     def _check_options(self) -> None:
         if not self.elastic:
             return

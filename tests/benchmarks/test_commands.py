@@ -34,6 +34,7 @@ def document_of(*words: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.whole
 def test_a_step_beside_ddp() -> None:
     words = ["step", "-n", "2", "--workload", "digits", "--device", "cpu", *FEW]
     (found,) = document_of(*words)["results"]

@@ -205,7 +205,11 @@ dist.destroy_process_group()
     [
         ("import sys, shoal; assert 'torch' not in sys.modules", "1"),
         ("import sys, torch, torch.distributed as dist, shoal" + USE, "0"),
-        ("import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE, "0"),
+        pytest.param(
+            "import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE,
+            "0",
+            marks=pytest.mark.whole,
+        ),
     ],
     ids=["alone it loads no torch", "after torch", "torch by shoal"],
 )

@@ -69,6 +69,7 @@ def hide(folder: Path, content: str | None) -> Path:
     return folder
 
 
+@pytest.mark.whole
 def test_torch_is_imported_where_another_shoal_hides_the_package(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     folders = [str(hide(tmp_path / name, content)) for name, content in HIDING.items()]

@@ -12,6 +12,7 @@ from shoal.commands.memory import COLUMNS, FURTHER, _notes, limit_of, need_of
 from shoal.errors import BadInput
 from shoal.strategy.strategy import as_strategy
 from tests import scripts
+from tests.products import few_or_all
 from tests.scripts import json_of, shoal
 
 WORKLOADS = Path(__file__).parents[2] / "docs" / "workloads.md"
@@ -29,10 +30,8 @@ def memory(tmp_path: Path, script: str, *words: str) -> dict[str, Any]:
     "strategy",
     [
         "single",
-        "ddp",
         "zero(2)",
-        'localsgd(every=5, outer="nesterov", compress="int8")',
-        "ps",
+        *few_or_all([], ["ddp", 'localsgd(every=5, outer="nesterov", compress="int8")', "ps"]),
         "pp(2)",
         "tp(2)",  # the bias behind a row layer is whole
     ],

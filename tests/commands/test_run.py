@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
+from tests.products import few_or_all
 from tests.scripts import shoal
 
 
@@ -72,7 +73,7 @@ def test_a_worker_that_stops_before_the_others_is_named(tmp_path: Path) -> None:
     assert "worker 0 was still running when worker 1 had finished" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", [["-m", "shoal", "run"], []])
+@pytest.mark.parametrize("launcher", few_or_all([[]], [["-m", "shoal", "run"], []]))
 def test_a_mistake_is_one_sentence_with_the_line_of_the_script(
     tmp_path: Path, launcher: list[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_script_that_never_calls_shoal_run_is_reported(tmp_path: Path) -> None
     assert done.stderr.startswith("shoal: the script never called shoal.run(train)")
 
 
+@pytest.mark.whole
 def test_a_script_that_trains_without_shoal_run_ends_before_its_first_update(
     tmp_path: Path,
 ) -> None:

@@ -59,6 +59,7 @@ def test_workers_are_measured_up_to_the_devices_that_they_use(
     assert scale._places(device) == found
 
 
+@pytest.mark.whole
 def test_predicted_rows_are_marked_and_end_at_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

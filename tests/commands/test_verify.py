@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import scripts, user_schedules
+from tests.products import few_or_all
 from tests.scripts import json_of, shoal
 
 
@@ -60,7 +61,7 @@ def test_the_examples_are_equal(tmp_path: Path, example: str) -> None:
 OWN = 'ddp(algorithm="mine.py:for_two") + pp(2, schedule="mine.py:zigzag")'
 
 
-@pytest.mark.parametrize("strategy", ["ps + pp(2)", OWN])
+@pytest.mark.parametrize("strategy", few_or_all([OWN], ["ps + pp(2)", OWN]))
 def test_replicas_of_stages_are_equal_by_processes(tmp_path: Path, strategy: str) -> None:
     """`for_two` makes a schedule of two ranks: the four workers together do not use it."""
     (tmp_path / "mine.py").write_text(user_schedules.PIPELINES + user_schedules.COLLECTIVES)

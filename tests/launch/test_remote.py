@@ -188,6 +188,7 @@ while not Path("seen").exists():
 """
 
 
+@pytest.mark.whole
 def test_runs_of_other_hosts_are_shown_with_their_steps_and_logged_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import CPU
 from tests.models import convnet, mlp, samples
+from tests.products import few_or_all
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -164,7 +165,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("size", "text", "given"), CASES)
+@pytest.mark.parametrize(("size", "text", "given"), few_or_all(CASES[::2], CASES))
 def test_workers_hold_what_their_plan_says(
     world: World, size: int, text: str, given: dict[str, Any]
 ) -> None:

@@ -40,6 +40,7 @@ STRATEGIES = ["ddp", "zero(1)", "zero(2)", "zero(3)", 'ps(placement="rank0")', "
 STRATEGIES += ["tp(2, sequence=True)", "cp(2)", "pp(2, recompute=True)", "tp(2) + pp(2)"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_checkpointed_blocks_train_as_on_one_device(

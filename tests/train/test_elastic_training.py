@@ -114,6 +114,7 @@ KILLS: list[dict[int, tuple[int, str]]] = [  # by rank: the call in which it die
 KINDS = {0: HostWorkers, 1: partial(HostWorkers, per_host=2)}  # by the first rank that is lost
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("strategy", "kills"),
     [

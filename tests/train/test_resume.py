@@ -68,6 +68,7 @@ def loader_that_draws() -> Any:
     return DataLoader(samples(25), batch_size=10, shuffle=True, generator=generator), None
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("epochs", [from_the_checkpoint, from_zero, those_of_the_job])
 @pytest.mark.parametrize("mid", [False, True], ids=["at the end", "in the middle"])
 @pytest.mark.parametrize("make", [dataset, loader_that_draws])
@@ -124,6 +125,7 @@ def test_a_loop_that_may_be_any_of_several_is_refused(tmp_path: Path) -> None:
         in_a_while(1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", ["ddp", 'ps(placement="rank0")', "pp(2)"])
 @pytest.mark.parametrize("lost_at", [3, 6, 9])
 def test_two_loops_an_epoch_with_saves_between_and_behind_them(

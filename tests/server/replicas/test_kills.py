@@ -102,7 +102,7 @@ def _coordinator_cases() -> list[Case]:
 
 
 CASES = [*_push_cases(), *_election_cases(), *_learner_cases(), *_coordinator_cases()]
-FEW = [Case(HEAD, "push.replicated", HEAD), Case(TAIL, "splice", TAIL, (MIDDLE,), MIDDLE)]
+FEW = [Case(TAIL, "splice", TAIL, (MIDDLE,), MIDDLE)]
 
 
 @pytest.mark.parametrize(
