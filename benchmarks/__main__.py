@@ -19,8 +19,8 @@ app = new_app("Measure Shoal against other libraries.")
 app.command()(validate)
 app.command()(published)
 WORKLOADS = ("digits", "gpt", "mlp", "mlp-small")
-MODELS = ("mlp-16", "mlp-64", "digits", "mlp-256", "gpt")
-MODELS += ("gpt2-8", "gpt2-32", "gpt2-8-compiled", "gpt2-32-compiled")
+_ON_CUDA = ("gpt2-8", "gpt2-32", "gpt2-8-compiled", "gpt2-32-compiled")
+MODELS = ("mlp-16", "mlp-64", "digits", "mlp-256", "gpt", *_ON_CUDA)
 
 
 @app.callback()

@@ -29,8 +29,9 @@ from benchmarks.harness import (
 from benchmarks.step import mlp
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
+from shoal.sync.optimizer_step import OptimizerFactory
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "adamw": partial(torch.optim.AdamW, lr=1e-4),
 }

@@ -76,7 +76,7 @@ class PrivatePages:
 class Piece(NamedTuple):
     """The part of a parameter in the slice of this worker: its elements in the flat buffer."""
 
-    index: int
+    number: int
     where: slice
     parameter: nn.Parameter
 
@@ -164,7 +164,7 @@ class SharedWeights(Sync):
         self._sum = torch.zeros(self._slice.stop - self._slice.start, dtype=flat.dtype)
         self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
         self._pieces = list(_pieces_of(flat, weights, self._slice))
-        self._by_parameter = {id(flat.params[p.index]): p.parameter for p in self._pieces}
+        self._by_parameter = {id(flat.params[p.number]): p.parameter for p in self._pieces}
         self._optimizer = self._of_slice()
         self._was_written = False
         self.update.optimizer.state.clear()  # Adagrad has made some
