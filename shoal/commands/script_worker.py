@@ -16,6 +16,7 @@ import inspect
 import json
 import runpy
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,7 +73,17 @@ class ComparisonWorker(Worker):
         self._paced = 0.0  # bytes that a slow link has carried
         self._most_s = most_s
         self._start_s = time.monotonic()
-        self._sent = 0
+        self._sent = self._done = 0
+
+    def run(self, train: Train) -> Any:
+        """Also a step that never ends is stopped: it leaves the timer's thread to say so."""
+        timer = threading.Timer(self._most_s or threading.TIMEOUT_MAX, self._stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            return super().run(train)
+        finally:
+            timer.cancel()
 
     def prepare(self, job: Job) -> None:
         job.checkpoints.dry = True
@@ -104,17 +115,21 @@ class ComparisonWorker(Worker):
             super().fail(error)
 
     def _note(self, step: Step, loss: Tensor) -> None:
+        self._done += 1
         self._sent = self._tracer.sent.total
         if self._link_s_per_byte:  # a paced sender: the next step begins when these bytes are out
             before = self._paced
             self._paced = sent_bytes(self._entry, [step.sync.report()], self._sent) or 0.0
             with self._tracer.span(INJECTED, "--slow-link"):
                 time.sleep((self._paced - before) * self._link_s_per_byte)
-        if self._most_s is not None and time.monotonic() - self._start_s > self._most_s:
-            raise ShoalError(
-                f"stopped after {counted(len(self._steps.losses), 'step')}: more than "
-                f"{self._most_s:.0f} s, and ten times as long as all of single"
+
+    def _stop(self) -> None:
+        self.fail(
+            ShoalError(
+                f"stopped after {counted(self._done, 'step')}: more than {self._most_s:.0f} s, and "
+                "ten times as long as all of single"
             )
+        )
 
     def _check_model(self, step: Step) -> None:
         """Refuse a model that was trained in an earlier run: this one would look better."""

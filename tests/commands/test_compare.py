@@ -96,19 +96,24 @@ def test_a_signal_leaves_the_rows_that_have_finished(
 
 IMPATIENT = """
 from shoal.observe import comparison
-if os.environ["SHOAL_STRATEGY"] == "hogwild": comparison._PATIENCE_S = comparison._SLOW = 0
+if os.environ["SHOAL_STRATEGY"] != "single": comparison._PATIENCE_S, comparison._SLOW = 10, 0
+"""
+HANG = """
+        if str(job.strategy) == "hogwild" and job.steps == 3: __import__("time").sleep(10**6)
 """
 
 
 @pytest.mark.whole
-def test_a_slow_row_is_stopped_and_the_others_are_shown(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("def train", IMPATIENT + "\ndef train"))
+def test_a_row_whose_step_never_ends_is_stopped_and_the_others_are_shown(tmp_path: Path) -> None:
+    looped = "        job.log(loss=step(batch))\n"
+    text = SCRIPT.replace(looped, looped + HANG).replace("def train", IMPATIENT + "\ndef train")
+    (tmp_path / "train.py").write_text(text)
     words = ["compare", "train.py", "-n", "2", "--steps", "9", "--apart", "--json"]
     document: Any = json_of(shoal(*words, "-s", "hogwild", "-s", "ddp", cwd=tmp_path))
     assert document["complete"]
     single, hogwild, ddp = document["runs"]
     assert single["failed"] is ddp["failed"] is None
-    assert hogwild["failed"].startswith("stopped after 1 step: ")
+    assert hogwild["failed"].startswith("stopped after 3 steps: more than 10 s")
 
 
 def entry(number: int, strategy: str) -> ComparedRun:
