@@ -75,6 +75,12 @@ class PeerLost(ShoalError, RuntimeError):
         )
 
 
+ALSO = (
+    "also job.save, where rank 0 writes, job.load and job.evaluate: none of them is only for `if "
+    "job.rank == 0`"
+)
+
+
 class Desync(BadInput, RuntimeError):
     """Two ranks called different operations where all ranks must call the same one."""
 
@@ -83,10 +89,9 @@ class Desync(BadInput, RuntimeError):
         self.call = call
         self.peer = peer
         self.peer_call = peer_call
+        called = f"rank {rank} called {call} while rank {peer} called {peer_call}"
         super().__init__(
-            f"rank {rank} called {call} while rank {peer} called {peer_call}: all ranks have to "
-            "make the same calls in the same order, also job.save, where rank 0 writes, job.load "
-            "and job.evaluate: none of them is only for `if job.rank == 0`"
+            f"{called}: all ranks have to make the same calls in the same order, {ALSO}"
         )
 
 

@@ -55,22 +55,8 @@ class ComparedRun:
 class RunOutcome:
     """The result of one run, for machines; None where it is not known.
 
-    `loss` is the latest of job.evaluate, if its metric has a "loss", else the training loss: the
-    mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over workers
-    of what each sent in the whole run. Speeds and fractions of
-    time (`computing`, `waiting` for others, of which `exposed` is communication, `idle`: the rest)
-    leave out the first fifth of the
-    steps, and are means over workers (`samples_per_s`, `cpu_s_per_step`: the sum). `speed_ups` are
-    steps_per_s of each run over those of single just before and just behind it, `speed_up` is
-    their median, where they agree and workers can be that fast.
-    `loss_difference` is the largest difference to the loss of the same step of single, relative
-    to the largest loss, where a strategy promises the same. `loss_gap` is loss minus single's,
-    `single_steps` the steps after which single had its own. With faults (--slow, --kill,
-    --slow-link), which single has none of, `slowed` is the time of a step over that of runs without
-    them, `lost` the killed workers. `dropped` are pushes that came too late, `staleness` is the
-    mean of updates (gossip: steps) between reading weights and using them. `until_s` and
-    `until_steps`, from the end of the first step, are when the mean loss of ten steps of all
-    workers was as low as --until says.
+    Speeds and fractions of time leave out the first fifth of the steps, and are means over workers
+    where they do not say otherwise.
     """
 
     strategy: str
@@ -78,29 +64,29 @@ class RunOutcome:
     refused: str | None = None
     failed: str | None = None
     steps: int = 0
-    loss: float | None = None
-    training_loss: float | None = None
+    loss: float | None = None  # the latest "loss" of job.evaluate, else the training loss
+    training_loss: float | None = None  # the mean over the last tenth of the steps and all workers
     first_loss: float | None = None
     evaluated: dict[str, float] | None = None
     steps_per_s: float | None = None
-    samples_per_s: float | None = None
+    samples_per_s: float | None = None  # of all workers, as is the next
     cpu_s_per_step: float | None = None
-    speed_up: float | None = None
-    speed_ups: tuple[float, ...] = ()
-    bytes_sent: float | None = None
+    speed_up: float | None = None  # the median of the next, if they agree and workers can do that
+    speed_ups: tuple[float, ...] = ()  # of each run over those of single just before and behind it
+    bytes_sent: float | None = None  # by a worker in the whole run
     computing: float | None = None
-    waiting: float | None = None
-    exposed: float | None = None
-    idle: float | None = None
-    loss_difference: float | None = None
-    loss_gap: float | None = None
-    single_steps: int | None = None
+    waiting: float | None = None  # for others
+    exposed: float | None = None  # of it: communication
+    idle: float | None = None  # the rest
+    loss_difference: float | None = None  # the largest to single, of the largest loss; if promised
+    loss_gap: float | None = None  # loss minus single's
+    single_steps: int | None = None  # after which single had its own
     injected: float | None = None
-    slowed: float | None = None
-    lost: tuple[int, ...] = ()
-    dropped: int | None = None
-    staleness: float | None = None
-    until_s: float | None = None
+    slowed: float | None = None  # the time of a step over that without faults
+    lost: tuple[int, ...] = ()  # killed workers
+    dropped: int | None = None  # pushes that came too late
+    staleness: float | None = None  # updates (gossip: steps) between reading weights and using them
+    until_s: float | None = None  # from the end of the first step to a loss as low as --until says
     until_steps: int | None = None
 
     @property

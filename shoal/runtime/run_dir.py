@@ -16,6 +16,7 @@
     late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
     meetings-1           what all workers did together (comm/members/meetings.py, elastic_sum.py)
+    begun-1-0            the step that worker 0 is in (train/call_log.py)
     members-1            groups of an elastic run (comm/members/membership.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
@@ -106,6 +107,7 @@ class RunDir:
     operations = _Files("operations-{}.txt")
     spans = _Files("spans-{}.json")
     server_address = _Files("server-{}.address")
+    begun_steps = _Files("begun-{}")  # by the numbers of that call and of the worker
     meetings = _Files("meetings-{}")  # by the number of the call of shoal.run
     members = _Files("members-{}")
     start_folder = _Files("start-{}")
@@ -155,7 +157,7 @@ class RunDir:
 
     def read_server_pid(self, index: int) -> int | None:
         """The number of the process that serves as server `index`, if the launcher noted it."""
-        return _read_count(self.server_pid(index)) or None
+        return read_count(self.server_pid(index)) or None
 
     def remove_socket(self, index: int) -> None:
         """Of a server that was killed: another process is to listen there."""
@@ -201,7 +203,7 @@ class RunDir:
 
     def steps_done(self, rank: int) -> int | None:
         """Of a worker, by its own count; None where it has not done any, or does not count."""
-        return _read_count(self.steps(rank)) or None
+        return read_count(self.steps(rank)) or None
 
     # ------------------------------------------------------------------ workers that come back
 
@@ -226,7 +228,7 @@ class RunDir:
 
     def incarnation(self, rank: int) -> int:
         """How often this worker was started again."""
-        return _read_count(self._started(rank)) or 0
+        return read_count(self._started(rank)) or 0
 
     def note_start(self, rank: int, incarnation: int) -> None:
         """It is about to be started again; why it failed before does not count any more."""
@@ -244,14 +246,14 @@ class RunDir:
 
     def noted_steps(self) -> dict[int, int]:
         marks = self.path.glob("at-*.step")
-        return {int(mark.stem.removeprefix("at-")): _read_count(mark) or 0 for mark in marks}
+        return {int(mark.stem.removeprefix("at-")): read_count(mark) or 0 for mark in marks}
 
     def write_last_step(self, steps: int) -> None:
         """All workers stop after this step."""
         files.write_atomically(self._last_step, str(steps))
 
     def last_step(self) -> int | None:
-        return _read_count(self._last_step)
+        return read_count(self._last_step)
 
     # ------------------------------------------------------------------ reports, the secret
 
@@ -326,7 +328,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _read_count(file: Path) -> int | None:
+def read_count(file: Path) -> int | None:
     """None where there is no file; 0 where it holds no number."""
     try:
         text = file.read_text()

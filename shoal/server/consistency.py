@@ -54,6 +54,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether every push is a step of its own: bounded staleness and asynchronous."""
         return self.asynchronous or self.staleness is not None
 
+    @property
+    def lead(self) -> int | None:
+        """Step b waits for workers that have done fewer than b - lead steps; None: for none."""
+        return -1 if self.is_synchronous else self.staleness
+
     def version_for(self, step: int) -> int:
         """The version that weights for `step` have at least."""
         return 0 if self.applies_each_push else step

@@ -141,6 +141,7 @@ class Sync(Elastic, Returning, Served):
     next_steps: int = 0  # of the job, when the step that begins is done
     collects: bool = True  # `collect` makes the gradients of this rank those of the global batch
     traffic: StepTraffic | None = None  # where bytes are counted
+    lead: int | None = None  # step b (from 0) ends when all replicas have done b - lead, or none
     updates_here: bool = True  # False: servers update, and `finish` does all of it
 
     def begin(self) -> None:

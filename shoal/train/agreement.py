@@ -18,10 +18,11 @@ import torch
 
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.runtime.waits import Backoff
 from shoal.sync import Comeback
 from shoal.train.job_state import JobState
+from shoal.train.step.step import Step
 
 if TYPE_CHECKING:
     from shoal.comm.members.elastic_sum import ElasticSum
@@ -125,6 +126,23 @@ class JobMeetings:
 
         result: T = self._meetings.hold(self._state.stream.steps_passed, begin)
         return result
+
+    def add(self, step: Step) -> None:
+        """The job trains by this step."""
+        calls = self._services.calls
+        if self._elastic is not None:
+            if step.is_own_loop or step.embeddings:
+                what = "job.setup" if step.is_own_loop else "shoal.Embedding"
+                raise NotBuilt(f"{what} is not built for elastic runs: leave out elastic")
+            step.around = self._elastic.train
+        elif calls is not None and step.sync.lead is not None and not step.is_own_loop:
+            calls.lead = step.sync.lead
+            step.around = calls.train
+
+    def note(self, what: str | None) -> None:
+        """The script calls what all ranks have to call, or None: nothing more."""
+        if (calls := self._services.calls) is not None:
+            calls.note(what, self._state.steps)
 
     def come_back(self) -> None:
         """Take the place of a process of this worker that was lost, at the present step."""

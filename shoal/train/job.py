@@ -265,6 +265,7 @@ class Job(LoopMethods):
         services = self._services
         evaluation = Evaluation(metric, step, services.elastic_sum, services.tracer, collate)
         batch_size = batch_size or self._stream.batch_size
+        self._meetings.note("job.evaluate")
         self._evaluated = self._meetings.hold(lambda: evaluation.means(data, batch_size))
         is_number = list(self._evaluated) == [""]
         named = {name or "value": value for name, value in self._evaluated.items()}
@@ -290,6 +291,8 @@ class Job(LoopMethods):
         the checkpoint is complete; if it cannot be saved, all of them raise. `about` is kept in
         the manifest; it has to be JSON.
         """
+        if not self.checkpoints.dry:
+            self._meetings.note("job.save")
         self.checkpoints.save(Path(path), about or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -298,11 +301,13 @@ class Job(LoopMethods):
         Call it on all ranks, after `job.step`, before `job.batches`. All ranks load the same
         checkpoint, or raise and load nothing. Returns `about` of the checkpoint.
         """
+        self._meetings.note("job.load")
         return self.checkpoints.load(Path(path))
 
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
+        self._meetings.note(None)
         if self._elastic is not None:
             self._elastic.close()
         self._loss_watch.look()
@@ -358,11 +363,7 @@ class Job(LoopMethods):
     def _add_step(self, step: Step) -> None:
         self.checkpoints.check(step)
         step.after = [self._after_step, *self.on_step]
-        if self._elastic is not None:
-            if step.is_own_loop or step.embeddings:
-                what = "job.setup" if step.is_own_loop else "shoal.Embedding"
-                raise NotBuilt(f"{what} is not built for elastic runs: leave out elastic")
-            step.around = self._elastic.train
+        self._meetings.add(step)
         self._steps.append(step)
         caller = calling_frame()
         self._stream.trains_in = caller and caller.f_code

@@ -139,13 +139,9 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> error
             rank, f"{where}{how} while workers needed it{tail}", is_loss=code < 0
         )
     if finished and _is_consequence(failure):
-        return errors.WorkersFailed(
-            rank,
-            1,
-            f"{who} was still running when worker {finished[0]} had finished: all "
-            "workers have to take the same steps and make the same calls, also job.save, where "
-            "rank 0 writes, job.load and job.evaluate: none of them is only for `if job.rank == 0`",
-        )
+        late = f"{who} was still running when worker {finished[0]} had finished: all workers have"
+        why = f"{late} to take the same steps and make the same calls, {errors.ALSO}"
+        return errors.WorkersFailed(rank, 1, why)
     if report is None and code < 0:
         text = f"{who} {failure.ending}{tail if -code in _CRASHES else ''}"
         return errors.WorkersFailed(rank, 128 - code, text, failure.is_loss)

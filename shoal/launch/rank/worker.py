@@ -100,6 +100,13 @@ class Worker:
                     group = Group(Traced(group.executor, tracer))
 
             meetings, elastic_sum = self._make_meetings()
+            calls = None
+            is_apart = self.strategy.survives_loss or self.strategy.sync_for(self.size).has_servers
+            if self.run_dir is not None and self.size > 1 and meetings is None and is_apart:
+                from shoal.train.call_log import CallLog
+
+                calls = CallLog(self.run_dir, self.number, self.rank, self.size)
+                stack.callback(calls.close)
             step_count = None
             if self.report_dir is not None:
                 step_count = StepCount(self.report_dir.steps(self.rank))
@@ -118,6 +125,7 @@ class Worker:
                         faults=faults_of(self.config, self.rank, self.size),
                         elastic_sum=elastic_sum,
                         meetings=meetings,
+                        calls=calls,
                         preemption=preemption,
                         step_count=step_count,
                         callbacks=self._all_callbacks(),

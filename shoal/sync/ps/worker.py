@@ -204,6 +204,7 @@ class PsWorker(Sync):
         self.flat = context.replica.flat
         self.update = context.replica.update
         self.client = context.client
+        self.lead = context.rule.lead
         self.push = push
         self.every_microbatch = push.every_microbatch
         self.pulls: list[tuple[int, int]] = []  # own step, clock of the slowest worker

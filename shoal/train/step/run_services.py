@@ -23,6 +23,7 @@ from shoal.train.progress import Progress
 if TYPE_CHECKING:
     from shoal.comm.members.elastic_sum import ElasticSum
     from shoal.comm.members.meetings import Meetings
+    from shoal.train.call_log import CallLog
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class RunServices:
     faults: Faults | None = None
     elastic_sum: ElasticSum | None = None
     meetings: Meetings | None = None
+    calls: CallLog | None = None
     preemption: Preemption | None = None
     step_count: StepCount | None = None
     callbacks: Sequence[Callback] = ()
