@@ -108,8 +108,13 @@ class JobMeetings:
         self._meetings = self._services.meetings
         self.takes_returns = self._meetings is not None  # lost workers may come back
 
-    def hold(self, act: Callable[[], T]) -> T:
-        """Do what all workers do together, or get what it returned to the others."""
+    def hold(self, act: Callable[[], T], call: str | None = None) -> T:
+        """Do what all workers do together, or get what it returned to the others.
+
+        `call`: the script's own, which all ranks have to make.
+        """
+        if call is not None and self._services.calls is not None:
+            self._services.calls.note(call, self._state.steps)
         if self._elastic is not None:
             return self._elastic.hold(act)
         if self._meetings is None:
@@ -139,10 +144,10 @@ class JobMeetings:
             calls.lead = step.sync.lead
             step.around = calls.train
 
-    def note(self, what: str | None) -> None:
-        """The script calls what all ranks have to call, or None: nothing more."""
-        if (calls := self._services.calls) is not None:
-            calls.note(what, self._state.steps)
+    def end(self) -> None:
+        """The script calls nothing more."""
+        if self._services.calls is not None:
+            self._services.calls.note(None, self._state.steps)
 
     def come_back(self) -> None:
         """Take the place of a process of this worker that was lost, at the present step."""

@@ -265,8 +265,9 @@ class Job(LoopMethods):
         services = self._services
         evaluation = Evaluation(metric, step, services.elastic_sum, services.tracer, collate)
         batch_size = batch_size or self._stream.batch_size
-        self._meetings.note("job.evaluate")
-        self._evaluated = self._meetings.hold(lambda: evaluation.means(data, batch_size))
+        self._evaluated = self._meetings.hold(
+            lambda: evaluation.means(data, batch_size), "job.evaluate"
+        )
         is_number = list(self._evaluated) == [""]
         named = {name or "value": value for name, value in self._evaluated.items()}
         self._callbacks.tell("on_evaluate", self.steps, named)
@@ -291,9 +292,7 @@ class Job(LoopMethods):
         the checkpoint is complete; if it cannot be saved, all of them raise. `about` is kept in
         the manifest; it has to be JSON.
         """
-        if not self.checkpoints.dry:
-            self._meetings.note("job.save")
-        self.checkpoints.save(Path(path), about or {})
+        self.checkpoints.save(Path(path), about or {}, "job.save")
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -301,13 +300,12 @@ class Job(LoopMethods):
         Call it on all ranks, after `job.step`, before `job.batches`. All ranks load the same
         checkpoint, or raise and load nothing. Returns `about` of the checkpoint.
         """
-        self._meetings.note("job.load")
         return self.checkpoints.load(Path(path))
 
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
-        self._meetings.note(None)
+        self._meetings.end()
         if self._elastic is not None:
             self._elastic.close()
         self._loss_watch.look()
@@ -365,8 +363,7 @@ class Job(LoopMethods):
         step.after = [self._after_step, *self.on_step]
         self._meetings.add(step)
         self._steps.append(step)
-        caller = calling_frame()
-        self._stream.trains_in = caller and caller.f_code
+        self._stream.trains_in = getattr(calling_frame(), "f_code", None)
         self._stream.same.compares &= step.sync.synchronous
         for callback in self.on_build:
             callback(step)

@@ -64,8 +64,8 @@ class JobCheckpoints:
 
     # ------------------------------------------------------------------ asked for by the script
 
-    def save(self, path: Path, about: dict[str, Any]) -> None:
-        """See `Job.save`."""
+    def save(self, path: Path, about: dict[str, Any], call: str | None = None) -> None:
+        """See `Job.save`, which is the call."""
         if self.dry:
             return
         self.before_save()
@@ -75,7 +75,7 @@ class JobCheckpoints:
             self._agreement.run(lambda: (None, self._write(path, about)))
 
         with self._state.context.services.tracer.span(CHECKPOINT, track="steps"):
-            self._meetings.hold(write)
+            self._meetings.hold(write, call)
         self._saved = (path, about)
         self.after_save(self._state.steps, str(path))
 
@@ -84,15 +84,16 @@ class JobCheckpoints:
         if not self._state.models:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         document = self._hold(
-            lambda: self._install(*self._agreement.load(path, lambda: self._read(path)), path)
+            lambda: self._install(*self._agreement.load(path, lambda: self._read(path)), path),
+            "job.load",
         )
         self._state.stream.positions.is_asked = True
         about = document["about"]
         return about if isinstance(about, dict) else {}
 
-    def _hold(self, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _hold(self, load: Callable[[], dict[str, Any]], call: str | None = None) -> dict[str, Any]:
         before = self._loaded
-        found = self._meetings.hold(load)
+        found = self._meetings.hold(load, call)
         if found and self._loaded == before:  # others have loaded it, before this worker came back
             self._state.stream.resume(found["batches"], found["position"], found["steps"])
         return found
