@@ -17,12 +17,13 @@ from functools import partial
 from benchmarks.validation.fit import AMPERE, BOUNDS, EAGER, Fitted, fit
 from benchmarks.validation.measured import TimedRow
 from shoal.cluster import Cluster
+from shoal.cluster.hardware import Device
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import MEGATRON_ORDER
 from shoal.plan.sync_price import Zero3
-from shoal.plan.workloads import Precision
+from shoal.plan.workloads import Precision, Split
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import Strategy, as_strategy
 
@@ -49,12 +50,14 @@ class RunsAs:
     bucket_mb: float | None = 1e6  # gradients are one buffer; None: as Shoal's ddp
     zero3_of: Zero3 = "shoal"
     nics: tuple[int, float] | None = None  # of a node, Gb/s each; None: as the cluster has them
-
     fused_adding: bool = True  # of gradients of micro-batches, inside of the products
-    synchronizes: bool = False  # the host waits for the device before and behind every layer
+    sends_in_turn: bool = False  # a stage sends to another, and then receives from it
+    waits_a_layer: int = 0  # of the host for the device, in a layer's forward and backward
+    blocks: bool = False  # the host waits for every kernel: CUDA_LAUNCH_BLOCKING=1
     memory_gb_per_s: float | None = None  # of the GPU; None: as the cluster has it
     ampere_attention: bool = False  # kernels do per unit and clock what they do on an A100
     eager: tuple[str, ...] = ()  # kernels that are not fused
+    hide: tuple[str, ...] = ()  # of tp, ep and pp: whose messages computing hides
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the network and the kernels that the runs had."""
@@ -224,11 +227,22 @@ class PricedTable:
             _best_that_fits([predictors[row.sizes].predict(strategy, row.workers, s) for s in each])
             for row, (strategy, each) in zip(self.rows, self._asked, strict=True)
         ]
-        wait_s = 2 * cluster.device.wait_s if self._runs_as.synchronizes else 0.0
         return [
-            replace(one, step_s=one.step_s + wait_s * _layers_in_turn(row, strategy, one))
+            replace(one, step_s=one.step_s + self._more_s(cluster.device, row, strategy, one))
             for one, row, (strategy, _) in zip(found, self.rows, self._asked, strict=True)
         ]
+
+    def _more_s(self, device: Device, row: TimedRow, strategy: Strategy, one: Prediction) -> float:
+        """What a program loses that waits where Shoal and Megatron-LM do not."""
+        runs_as = self._runs_as
+        sends_s = sum(part.seconds for part in one.parts if part.name == "pp")
+        waits_s = runs_as.waits_a_layer * device.wait_s
+        if runs_as.blocks:
+            layer = self._models[row.sizes].cost(1, Split(recompute=row.recompute))
+            backward = (*layer.backward_input, *layer.backward_weight)
+            kernels = (*layer.forward, *layer.recompute, *backward)
+            waits_s += len(kernels) * device.launch_s
+        return runs_as.sends_in_turn * sends_s + waits_s * _layers_in_turn(row, strategy, one)
 
     def _strategy(self, text: str) -> Strategy:
         bucket_mb = self._runs_as.bucket_mb
@@ -255,6 +269,7 @@ class PricedTable:
             runs_as.scatter_sends,
             runs_as.zero3_of,
             runs_as.fused_adding,
+            runs_as.hide,
         )
 
 

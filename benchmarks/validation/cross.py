@@ -34,6 +34,7 @@ PRIORS: Mapping[str, float] = {
     "wait_s": 1e-5,
     "call_s": 3.5e-5,  # of an all-reduce inside a node, as vTrain's table of them
     "step_s": 5e-3,
+    "microbatch_s": 1e-3,  # Python around a forward and a backward
     "fabric_efficiency": 0.77,  # 231 of 300 GB/s, Azure AI benchmarking guide
     "fabric_alpha_s": 3.4e-6,  # NCCL's own constants
     "nic_efficiency": 0.94,  # 188 of 200 GB/s, all-reduce of several DGX A100

@@ -40,6 +40,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "wait_s": (1e-6, 2e-3),
     "call_s": (5e-6, 3e-4),
     "step_s": (1e-4, 0.006),
+    "microbatch_s": (1e-5, 5e-3),
     "fabric_efficiency": (0.2, 0.8),
     "fabric_alpha_s": (5e-7, 1e-4),
     "nic_efficiency": (0.85, 0.95),
@@ -59,6 +60,7 @@ WIDTHS: Mapping[str, float] = {
     "wait_s": 2.0,
     "call_s": 1.0,
     "step_s": 2.0,
+    "microbatch_s": 2.0,
     "fabric_efficiency": 0.1,
     "fabric_alpha_s": 0.5,
     "nic_efficiency": 0.02,
@@ -119,6 +121,7 @@ def constants_of(cluster: Cluster) -> dict[str, float]:
         "wait_s": device.wait_s,
         "call_s": device.call_s,
         "step_s": device.step_s,
+        "microbatch_s": device.microbatch_s,
     }
     for name, link in (("fabric", cluster.node.fabric), ("nic", cluster.node.nic)):
         if link is not None:
@@ -145,6 +148,7 @@ def with_constants(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
         wait_s=values["wait_s"],
         call_s=values["call_s"],
         step_s=values["step_s"],
+        microbatch_s=values["microbatch_s"],
         source="fit",
         assumed=(),
     )

@@ -34,10 +34,13 @@ LLAMA = transformer_named("llama-3.1-405b").sizes
 MODELS = {
     "175B": GPT,
     "175B, no dropout": replace(GPT, dropout=False),
+    "175B, parallel": replace(GPT, dropout=False, parallel=True),
     "530B": TransformerSizes(105, 20480, 128),
     "BLOOM": TransformerSizes(70, 14336, 112, vocab=250880),
-    "NeoX": TransformerSizes(
-        44, 6144, 64, vocab=50432, tied=False, dropout=False, learned_positions=False
+    "NeoX": replace(
+        TransformerSizes(44, 6144, 64, vocab=50432, tied=False, dropout=False),
+        learned_positions=False,
+        parallel=True,
     ),
     "405B": LLAMA,
     "405B, 128k": replace(LLAMA, sequence=131072),
@@ -86,6 +89,14 @@ megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 3072  | 6144 | 1 | sele
 megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 6144  | 6144 | 1 | selective | 0.478 MFU
 megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 8192  | 6144 | 1 | selective | 0.433 MFU
 megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 12288 | 6144 | 1 | selective | 0.412 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 256 | 768 | 1 | none | 0.653 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 512 | 768 | 1 | none | 0.635 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 768 | 768 | 1 | none | 0.613 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 1024 | 768 | 1 | none | 0.590 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 3072 | 6144 | 1 | none | 0.591 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 6144 | 6144 | 1 | none | 0.573 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 8192 | 6144 | 1 | none | 0.549 MFU
+megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 12288 | 6144 | 1 | none | 0.552 MFU
 llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 8192  | 2048 | 1 | none | 0.43 MFU
 llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 16384 | 2048 | 1 | none | 0.41 MFU
 llama    | 405B, 128k | layers + sp(8) + cp(16) + pp(16 * 8) | 16384 | 128  | 1 | none | 0.38 MFU
@@ -93,7 +104,7 @@ mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 2240  | 1920 | 1 | full
 mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 2800  | 1920 | 1 | full      | 50.2 s
 mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 3360  | 1920 | 1 | full      | 44.4 s
 bloom    | BLOOM            | zero(1) + tp(4) + pp(12) | 384   | 2048 | 2 | full      | 150 TFLOP/s
-neox     | NeoX             | zero(1) + tp(2) + pp(4)  | 96    | 1536 | 4 | full      | 117 TFLOP/s
+neox     | NeoX             | zero(1) + tp(2) + pp(4)  | 96    | 1536 | 4 | full      | 43.84 s
 fsdp     | 175B, no dropout | zero(3)                  | 128   | 128  | 1 | full      | 173 TFLOP/s
 fsdp     | 175B, no dropout | zero(3)                  | 128   | 256  | 2 | full      | 186 TFLOP/s
 """
@@ -117,9 +128,9 @@ A100_40 = 1555  # GB/s of the A100 with 40 GB; those with 80 GB have 2,039
 _MEGATRON_LM = RunsAs()
 # its default until 2021; gradients of 2022 are fp32, which products add to (Korthikanti et al.)
 _MEGATRON_2021 = RunsAs(precision=FP16, fused_adding=False)
-# DeepSpeed's pipelines send whole activations. Norms, additions and activations are not fused under
-# GPT-NeoX; MT-NLG and BLOOM, which do not say, are as slow as without
-WHOLE_SENDS = RunsAs(scatter_sends=False, fused_adding=False, eager=POINTWISE)
+# DeepSpeed's pipelines send whole activations, and neighbours first one way, then the other
+# (runtime/pipe/schedule.py)
+DEEPSPEED = RunsAs(scatter_sends=False, fused_adding=False, sends_in_turn=True)
 _FSDP = RunsAs(
     overlap=True, precision=PURE_BF16, zero3_of="fsdp", flash_attention=True, eager=POINTWISE
 )
@@ -175,25 +186,42 @@ _SOURCES: dict[str, tuple[RunsAs, str]] = {
     "dp8": (_MEGATRON_LM, "dgx-a100"),
     # Jiang et al., NSDI 2024, table 2: the rows of Megatron-LM; 8 x 8, 6 chunks
     "megascale": (RunsAs(precision=BF16), "dgx-a100"),
+    # the same: MegaScale itself, whose sends and calls of tp run beside products. The window of its
+    # attention is not said: here it sees all
+    "megascale own": (
+        RunsAs(
+            overlap=True,
+            precision=BF16,
+            flash_attention=True,
+            bucket_mb=None,
+            hide=("tp", "pp"),
+        ),
+        "dgx-a100",
+    ),
     # Dubey et al., "The Llama 3 Herd of Models", table 4. Its FSDP keeps parameters after forward,
-    # scatters gradients and gathers parameters by layers: in time, ddp with buckets of a layer
+    # scatters gradients and gathers parameters by layers: in time, ddp with buckets of a layer. It
+    # sends between stages while it computes (section 3.3.2)
     "llama": (
-        RunsAs(precision=BF16, overlap=True, flash_attention=True),
+        RunsAs(precision=BF16, overlap=True, flash_attention=True, hide=("pp",)),
         "dgx-h100",
     ),
-    # Smith et al., "Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B", section 2.4
-    "mt-nlg": (WHOLE_SENDS, "dgx-a100"),
-    # BigScience, BLOOM's training log and paper: 48 nodes with 4 Omni-Path links of 100 Gb/s each
-    "bloom": (replace(WHOLE_SENDS, precision=BF16, nics=(4, 100)), "dgx-a100"),
-    # Black et al., section 2.3 and its configuration (configs/20B.yml of GPT-NeoX): two HDR links a
-    # node, A100 of 40 GB, synchronize-each-layer
+    # Smith et al., "Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B", section 2.4,
+    # which does not say whether its kernels are fused: it is as slow as without
+    "mt-nlg": (replace(DEEPSPEED, eager=POINTWISE), "dgx-a100"),
+    # BigScience, BLOOM's training log and paper: 48 nodes with 4 Omni-Path links of 100 Gb/s each,
+    # Megatron-LM's fused kernels, CUDA_LAUNCH_BLOCKING=1
+    "bloom": (replace(DEEPSPEED, precision=BF16, nics=(4, 100), blocks=True), "dgx-a100"),
+    # Black et al., sections 2.1 and 2.3, and its configuration (configs/20B.yml of GPT-NeoX): four
+    # HDR links a node, A100 of 40 GB, synchronize-each-layer (before and behind each pass), GeLU
+    # fused. Its 117 TFLOP/s count 6 operations a parameter and 60 s h l a token, without recompute
     "neox": (
         replace(
-            WHOLE_SENDS,
+            DEEPSPEED,
             precision=FP16,
-            nics=(2, 200),
+            nics=(4, 200),
             memory_gb_per_s=A100_40,
-            synchronizes=True,
+            waits_a_layer=4,
+            eager=("norm", "add", "rotary"),
         ),
         "dgx-a100",
     ),

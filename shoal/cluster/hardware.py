@@ -69,6 +69,7 @@ class Device:
     meet_s: float = 0.0  # CPU workers that computed meet in a call: more than its own time
     call_s: float = 0.0  # of a collective on GPUs, beside its messages
     step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
+    microbatch_s: float = 0.0  # host time of a micro-batch in each chunk: data, loss, schedule
     served_step_s: float = 0.0  # more than that where a server of the host holds the weights
     request_s: float = 0.0  # of such a server's time, for one push and pull without bytes
     # bytes a second of an asynchronous push and pull, with an update as SGD with momentum makes it

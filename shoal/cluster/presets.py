@@ -6,17 +6,16 @@ from pathlib import Path
 
 from shoal.cluster import Cluster
 from shoal.cluster.discover import this_machine
-from shoal.cluster.toml_file import read_cluster
+from shoal.cluster.toml_file import PRESETS, read_cluster
 from shoal.errors import BadInput
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
 from shoal.runtime.wording import nearest
 
-FOLDER = Path(__file__).parent / "presets"
 THIS_MACHINE = "this-machine"
 
 
 def preset_names() -> list[str]:
-    return sorted([THIS_MACHINE, *(path.stem for path in FOLDER.glob("*.toml"))])
+    return sorted([THIS_MACHINE, *(path.stem for path in PRESETS.glob("*.toml"))])
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
@@ -35,7 +34,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if name == THIS_MACHINE:
         return this_machine()
     if name in preset_names():
-        return read_cluster(FOLDER / f"{name}.toml")
+        return read_cluster(PRESETS / f"{name}.toml")
     if path.exists() or path.suffix == ".toml" or len(path.parts) > 1:
         return read_cluster(path)
     raise BadInput(f"there is no cluster preset or file {name}; {nearest(name, preset_names())}")

@@ -1,21 +1,9 @@
-"""Cluster files: TOML with the units in the key names.
+"""Cluster files: TOML with the units in the key names; `docs/cluster.md` has an example of each.
 
-    name = "two-nodes"
-    nodes = 2
-    [device]
-    memory_GB = 80
-    memory_GB_per_s = 2039
-    peak_TFLOP_per_s = { fp16 = 312 }
-    [link.infiniband]
-    Gb_per_s = 200
-    alpha_us = 5
-    [node]
-    devices = 8
-    nic = "infiniband"
-
-All rates of links are in one direction. `docs/cluster.md` lists the keys. A table may say `source`,
-`reference` (free text: where the numbers were read), `assumed` (keys whose figures are typical
-ones, unlike the others) and `spread` (by key, the lowest and the highest value that was seen).
+All rates of links are in one direction. A table may say `source`, `reference` (free text: where
+the numbers were read), `assumed` (keys whose figures are typical ones, unlike the others) and
+`spread` (by key, the lowest and the highest value that was seen).
+`base = "dgx-h100"` takes the keys of a preset that the file does not give.
 """
 
 from __future__ import annotations
@@ -37,6 +25,7 @@ from shoal.errors import BadInput
 from shoal.runtime.files import read_bounded
 from shoal.runtime.wording import nearest
 
+PRESETS = Path(__file__).parent / "presets"
 _MAX_BYTES = 256 << 10
 _MAX_LINE = 8192  # a key of thousands of parts takes seconds
 
@@ -82,6 +71,7 @@ class _DeviceTable(_Figures, kw_only=True):
     meet_us: _Number = 0.0
     call_us: _Number = 0.0
     step_us: _Number = 0.0
+    microbatch_us: _Number = 0.0
     served_step_us: _Number = 0.0
     request_us: _Number = 0.0
     served_GB_per_s: _Positive | None = None
@@ -186,9 +176,28 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
     try:
-        return _cluster(_convert("", table, _File), default_name)
+        return _cluster(_convert("", _on_base(table), _File), default_name)
     except BadInput as error:
         raise BadInput(f"{file}: {error}") from error
+
+
+def _on_base(table: dict[str, Any]) -> dict[str, Any]:
+    """With the keys of the preset that is its `base`, where a file names one."""
+    if "base" not in table:
+        return table
+    names, base = [path.stem for path in PRESETS.glob("*.toml")], table.pop("base")
+    if base not in names:
+        raise BadInput(f"base: there is no preset {base!r}; {nearest(str(base), names)}")
+    below = msgspec.toml.decode((PRESETS / f"{base}.toml").read_bytes())
+    return dict(_merged(below, table, 2))
+
+
+def _merged(below: Any, above: Any, depth: int) -> Any:
+    """Tables key by key, and so the tables of links; other values replace those below."""
+    if not (depth and isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    pairs = [(key, value, depth - (key != "link")) for key, value in above.items()]
+    return below | {key: _merged(below.get(key), value, left) for key, value, left in pairs}
 
 
 def _cluster(file: _File, default_name: str) -> Cluster:

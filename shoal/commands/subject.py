@@ -154,11 +154,17 @@ class PredictedStepOptions:
             "--scatter-sends", help="Ranks of tp send a part each between stages, and gather it."
         ),
     ] = False
+    hide: Annotated[
+        str, typer.Option(help="Communication that runs beside computing: of tp, ep, pp.")
+    ] = ""
 
     def on(self, settings: PlanSettings) -> PlanSettings:
         if self.recompute not in ("none", "selective", "full"):
             raise BadInput(f"--recompute is none, selective or full, not {self.recompute!r}")
-        return replace(settings, **vars(self))
+        hide = tuple(filter(None, self.hide.split(",")))
+        if unknown := set(hide) - {"tp", "ep", "pp"}:
+            raise BadInput(f"--hide takes tp, ep and pp, such as tp,pp, not {min(unknown)!r}")
+        return replace(settings, **vars(self) | {"hide": hide})
 
 
 def named_cluster(name: str | Path | Cluster) -> Cluster:

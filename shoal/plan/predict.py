@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
+from shoal.cluster.hardware import Device
 from shoal.errors import BadInput
 from shoal.plan.accuracy import range_of
 from shoal.plan.prediction import Part, Prediction
@@ -45,6 +46,7 @@ class PlanSettings:
     scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
     zero3_of: Zero3 = "shoal"
     fused_adding: bool = False  # products add to the gradients of earlier micro-batches themselves
+    hide: tuple[str, ...] = ()  # of tp, ep and pp: whose messages computing hides
 
 
 class ResolvedStep(NamedTuple):
@@ -54,6 +56,10 @@ class ResolvedStep(NamedTuple):
     split: Split
     microbatches: int
     shape: PipelineShape
+
+    def fixed_s(self, device: Device) -> float:
+        """The host's time that no kernel hides."""
+        return device.step_s + self.microbatches * self.shape.chunks * device.microbatch_s
 
 
 class Predictor:
@@ -150,7 +156,7 @@ class Predictor:
             self._asked[key] = (replica, self.question(pricer, resolved, replica, settings))
         replica, question = self._asked[key]
         sync = price_of(term, question)
-        fixed_s = pricer.cluster.device.step_s
+        fixed_s = resolved.fixed_s(pricer.cluster.device)
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)
         turns = batches_in_turns(layout, term)
@@ -209,6 +215,9 @@ def _resolve(
             f"--recompute selective is for transformers by name or sizes: the trace of "
             f"{workload.name} does not show what a checkpoint of attention would keep; full does"
         )
+    for axis in settings.hide:
+        if getattr(strategy, axis) is None:
+            raise BadInput(f"--hide {axis}: {strategy} has no {axis}")
     turns = batches_in_turns(layout, term)
     microbatch, microbatches = _micro_batches(workload, strategy, layout, settings, turns)
     in_notation = False
@@ -219,7 +228,8 @@ def _resolve(
         chunks = schedule(pp.schedule).num_chunks(pp.chunks)
         balance = "even" if settings.even_stages else pp.balance
         scatter = settings.scatter_sends and strategy.tp is not None and not strategy.tp.sequence
-        shape = PipelineShape(pp.schedule, chunks, balance, scatter, shape.adds)
+        hides = "pp" in settings.hide
+        shape = PipelineShape(pp.schedule, chunks, balance, scatter, shape.adds, hides)
     split = Split(
         microbatch,
         layout.tp,
@@ -228,6 +238,7 @@ def _resolve(
         layout.ep,
         "full" if in_notation else settings.recompute,
         settings.flash_attention,
+        settings.hide,
     )
     return ResolvedStep(layout, split, microbatches, shape)
 

@@ -82,7 +82,7 @@ def test_a_fit_finds_the_cluster_that_was_measured() -> None:
     rows = [row(*split, microbatch=b) for split in splits for b in (1, 4)]
     table = PricedTable(rows, RunsAs())
     measured = table.predict(slower(cluster))
-    found = fit(cluster, measured, table.predict, rounds=6)
+    found = fit(cluster, measured, table.predict, rounds=10)
     assert found.error < 0.02
     assert "nic_efficiency" not in found.values  # one node
     for name, value in found.values.items():

@@ -66,6 +66,22 @@ def test_keys_carry_units() -> None:
     assert spread["peak_flops.fp16"] == (250e12, 290e12)
 
 
+def test_a_file_changes_keys_of_its_base() -> None:
+    text = 'base = "dgx-a100"\nnodes = 2\n[device]\npeak_TFLOP_per_s = {{ fp16 = 1 }}\n{}'
+    cluster, base = parse(text.format("[link.nvlink]\nGB_per_s = 1")), load_cluster("dgx-a100")
+    assert (cluster.nodes, cluster.device.peak_flops) == (2, {"fp16": 1e12})
+    assert cluster.device.matmul_efficiency == base.device.matmul_efficiency
+    assert cluster.node.fabric is not None and base.node.fabric is not None
+    assert cluster.node.fabric == replace(base.node.fabric, bytes_per_s=1e9)
+    assert cluster.node.nic == base.node.nic
+    for wrong, says in (
+        ('base = "dgx-a10"', "did you mean 'dgx-a100'"),
+        ("base = 3", "no preset 3"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            parse(wrong)
+
+
 def test_the_pcie_of_a_server_is_slower_than_nvlink_and_memory() -> None:
     node = load_cluster("dgx-a100").node
     assert node.fabric is not None and node.pcie is not None

@@ -168,6 +168,8 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("plan gpt-3 --cluster no-such", "no cluster preset or file no-such"),
         ("predict gpt-3 --precision fp7", "--precision is mixed or fp32"),
         ("predict gpt-3 --recompute half", "--recompute is none, selective or full"),
+        ("predict gpt-3 --hide tp,xy", "--hide takes tp, ep and pp, such as tp,pp, not 'xy'"),
+        ("predict gpt-3 -n 2 -s 'tp(2)' --hide ep", "--hide ep: tp(2) has no ep"),
         ("predict --gpt layer=4", "'layer=4'"),
         ("predict gpt-3 -n 3 -s 'tp(2)'", "needs a multiple of 2 workers"),
         ("predict gpt-3 -n 8 -s 'pp(8, schedule=\"interleaved(2)\")'", "chunks=2"),

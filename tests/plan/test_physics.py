@@ -183,6 +183,57 @@ def test_a_slower_link_exposes_the_ring_and_a_fast_one_hides_it() -> None:
     assert parts(MODEL, "cp(8)", 1e8)["cp"] > parts(MODEL, "cp(8)", 1e9)["cp"] > 0
 
 
+@pytest.mark.parametrize("bytes_per_s", [1e12, 1e10, 1e9])
+@pytest.mark.parametrize(
+    ("text", "axis", "microbatches"),
+    [
+        ("tp(8, sequence=True)", "tp", 4),
+        ("ep(8)", "ep", 1),
+        ("ep(8)", "ep", 4),
+        ("pp(4) + tp(2)", "pp", 8),
+    ],
+)
+def test_computing_hides_at_most_its_own_time(
+    text: str, axis: str, microbatches: int, bytes_per_s: float
+) -> None:
+    """Nothing is hidden of the one micro-batch of ep, nor of the first and last sends of pp."""
+    samples = 8 * microbatches if axis == "ep" else microbatches
+    settings = PlanSettings(samples, microbatch=1)
+    shown = parts(MIXTURE, text, bytes_per_s, settings)
+    hidden = parts(MIXTURE, text, bytes_per_s, replace(settings, hide=(axis,)))
+    saved_s = shown[axis] - hidden[axis]
+    computing_s = shown["forward"] + shown["backward"] + (shown["tp"] if axis == "pp" else 0.0)
+    least = 0.0 if microbatches == 1 else 0.1 * min(shown[axis], computing_s)
+    assert least <= saved_s <= min(shown[axis], computing_s) * 1.0001
+    assert microbatches > 1 or saved_s == pytest.approx(0.0)
+
+
+def test_communication_beside_kernels_makes_them_longer() -> None:
+    settings = PlanSettings(8, microbatch=1, hide=("tp",))
+    there = cluster(1e11)
+    slow = replace(there, device=replace(GPU, overlap_cost=0.5))
+    fast_s, slow_s, shown_s = (
+        Predictor(MIXTURE, on).predict(parse("tp(8, sequence=True)"), 8, asked).step_s
+        for on, asked in ((there, settings), (slow, settings), (slow, replace(settings, hide=())))
+    )
+    assert fast_s < slow_s < shown_s
+
+
+def test_a_token_goes_once_to_each_of_its_groups_of_experts() -> None:
+    limited = transformer_named("layers=4,hidden=1024,heads=8,vocab=1000,experts=8,top_k=2")
+    limited = replace(limited, sizes=replace(limited.sizes, token_groups=1))
+    message = {m.bytes for m in MIXTURE.cost(1, Split(ep=8)).forward_messages}
+    assert {2 * m.bytes for m in limited.cost(1, Split(ep=8)).forward_messages} == message
+
+
+def test_parallel_attention_and_mlp_have_one_sum_and_one_norm() -> None:
+    together = replace(MODEL, sizes=replace(MODEL.sizes, parallel=True))
+    apart, one = (model.cost(1, Split(tp=2)) for model in (MODEL, together))
+    assert (len(apart.forward_messages), len(one.forward_messages)) == (2, 1)
+    assert [k.name for k in apart.forward].count("norm") == 2
+    assert [k.name for k in one.forward].count("norm") == 1
+
+
 @pytest.mark.parametrize(
     ("model", "text", "ranks", "experts"),
     [(MODEL, "ddp + cp(4)", 4, 0), (MIXTURE, "ep(8)", 8, 4 * 8 * 2 * 1024 * 4096)],

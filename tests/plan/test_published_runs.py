@@ -20,6 +20,7 @@ from shoal.strategy.strategy import as_strategy
 
 # the median error of every table is below this, with presets as they are
 MOST, NARROWER = 0.1, {"sc21 table 1": 0.03, "ptd": 0.03, "korthikanti": 0.05, "megascale": 0.05}
+NARROWER["megascale own"] = 0.05
 PUBLISHED = {table.name: table for table in published_tables()}
 
 
@@ -37,6 +38,15 @@ def test_zero_3_is_bound_by_one_nic_of_a_node() -> None:
     """On 768 GPUs and more; on fewer it computes."""
     errors = errors_of("zero-3")
     assert max(map(abs, errors)) < 0.25
+
+
+def test_deepseek_v3_takes_about_what_its_report_says() -> None:
+    """180,000 hours of an H800 a trillion tokens: 19.9 s a step of 15,360 samples on 2,048."""
+    model = transformer_named("deepseek-v3,precision=fp8,token_groups=4")
+    strategy = as_strategy('zero + ep(64) + pp(16, schedule="zb-h1", microbatches=120)')
+    asked = PlanSettings(15360, recompute="selective", hide=("ep", "pp"))
+    found = Predictor(model, load_cluster("h800").of_size(2048)).predict(strategy, 2048, asked)
+    assert found.step_s == pytest.approx(19.9, rel=0.2)
 
 
 def test_zero_3_is_not_before_a_pipeline_on_many_nodes() -> None:

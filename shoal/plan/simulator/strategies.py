@@ -203,7 +203,8 @@ def _work(
     ]
     backward_s = [t.seconds - f for t, f in zip(table.times, forward_s, strict=True)]
     # a blocking send of every chunk there, and one back
-    wait_s = resolved.shape.chunks * pricer.cluster.device.wait_s if len(stages) > 1 else 0.0
+    waits = len(stages) > 1 and not resolved.shape.hides_sends
+    wait_s = resolved.shape.chunks * pricer.cluster.device.wait_s if waits else 0.0
     return StepWork(
         tuple(wait_s + seconds for seconds in weights_of(stages, forward_s)),
         tuple(wait_s + seconds for seconds in weights_of(stages, backward_s)),
@@ -214,7 +215,7 @@ def _work(
         max(table.output_bytes[:-1] or table.output_bytes),
         tuple(parameters * precision.gradient_bytes * compression for parameters in held),
         tuple(float(parameters * precision.parameter_bytes) for parameters in held),
-        question.update_part(share).seconds + pricer.cluster.device.step_s,
+        question.update_part(share).seconds + resolved.fixed_s(pricer.cluster.device),
     )
 
 

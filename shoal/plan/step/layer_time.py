@@ -7,7 +7,7 @@ launched, launching them is the layer's time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,6 +118,7 @@ class LayerTime(NamedTuple):
     messages: tuple[CollectiveTime, ...]  # by MESSAGE_AXES
     hiding_s: float = 0.0  # of backward, during which blocks of a ring are on their way
     meetings: int = 0  # calls for which the workers of a replica wait for each other
+    lone_s: float = 0.0  # of messages, what computing of another micro-batch hides
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,10 @@ class LayerClock:
     def __init__(self, workload: Workload, network: Network):
         self.workload = workload
         self.network = network
-        self._kernels = KernelModel(network.cluster.device, workload.precision.compute)
+        device = network.cluster.device
+        self._kernels = KernelModel(device, workload.precision.compute)
+        # of messages beside kernels; a CPU computes or sends
+        self._saved = 0.0 if device.synchronous else 1 - device.overlap_cost
         self._tables: dict[tuple[Split, AxisGroups], LayerTable] = {}
 
     def table(self, split: Split, groups: AxisGroups) -> LayerTable:
@@ -177,17 +181,18 @@ class LayerClock:
         there = self._messages(cost.forward_messages, groups)
         back = self._messages(cost.backward_messages, groups)
         once_more = self._messages(again, groups)
-        kernels = self._kernels
-        forward = kernels.time(cost.forward, False, _sum_s(there), len(cost.forward_messages))
+        kernels, hide = self._kernels, split.hide
+        forward = kernels.time(cost.forward, False, _sum_s(there, hide), len(cost.forward_messages))
         both = (*cost.backward_input, *cost.backward_weight)
-        backward = kernels.time(both, True, _sum_s(back), len(cost.backward_messages))
-        recompute = kernels.time(cost.recompute, False, _sum_s(once_more), len(again))
-        messages = tuple(
+        backward = kernels.time(both, True, _sum_s(back, hide), len(cost.backward_messages))
+        recompute = kernels.time(cost.recompute, False, _sum_s(once_more, hide), len(again))
+        messages = [
             CollectiveTime(a.seconds + b.seconds + c.seconds, a.bound or b.bound or c.bound)
             for a, b, c in zip(there, back, once_more, strict=True)
-        )
-        computing = forward.seconds + backward.seconds + recompute.seconds
-        total = computing + _sum_s(messages)
+        ]
+        passes = (forward, backward, recompute)
+        lone_s = self._hide(messages, passes, split) if hide else 0.0
+        total = sum(one.seconds for one in passes) + _sum_s(messages)
         # of the device's work in backward, what makes gradients of weights
         weights = kernels.busy_s(cost.backward_weight, True)
         all_s = weights + kernels.busy_s(cost.backward_input, True)
@@ -195,9 +200,28 @@ class LayerClock:
         hiding_s = sum(self._hidden_s(message, groups) for message in cost.backward_messages)
         calls = (*cost.forward_messages, *cost.backward_messages, *again)
         meetings = sum(groups[MESSAGE_AXES.index(call.axis)].size > 1 for call in calls)
-        return LayerTime(
-            total, forward, backward, weight_s, recompute, messages, hiding_s, meetings
-        )
+        spent = (total, forward, backward, weight_s, recompute, tuple(messages))
+        return LayerTime(*spent, hiding_s, meetings, lone_s)
+
+    def _hide(
+        self, messages: list[CollectiveTime], passes: Sequence[KernelTime], split: Split
+    ) -> float:
+        """Take off what runs beside computing; what of it another micro-batch hides.
+
+        Calls of tp go block by block beside products, all but the first block; all-to-alls of ep
+        beside anything that another micro-batch computes.
+        """
+        busy_s = {
+            "tp": sum(one.compute_s for one in passes) * (split.tp - 1) / split.tp,
+            "ep": sum(one.compute_s + one.memory_s for one in passes),
+        }
+        saved_s = 0.0
+        for axis in ("tp", "ep"):
+            if axis in split.hide:
+                at = MESSAGE_AXES.index(axis)
+                saved_s = self._saved * min(messages[at].seconds, busy_s[axis])
+                messages[at] = messages[at]._replace(seconds=messages[at].seconds - saved_s)
+        return saved_s if "ep" in split.hide else 0.0
 
     def _messages(
         self, messages: tuple[LayerMessage, ...], groups: AxisGroups
@@ -207,7 +231,7 @@ class LayerClock:
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
-            left_s = took.seconds - self._hidden_s(message, groups)
+            left_s = took.seconds - self._saved * self._hidden_s(message, groups)
             if groups[axis].size > 1 and device.synchronous:
                 left_s += device.meet_s  # CPU workers, which have computed, wait for each other
             spent[axis] = CollectiveTime(spent[axis].seconds + left_s, took.bound)
@@ -218,7 +242,7 @@ class LayerClock:
 
         Launches hide nothing: the host launches messages, too.
         """
-        if not message.beside or self.network.cluster.device.synchronous:
+        if not message.beside or not self._saved:
             return 0.0
         group = groups[MESSAGE_AXES.index(message.axis)]
         took = self.network.collective(message.kind, group, message.bytes)
@@ -227,5 +251,7 @@ class LayerClock:
         return min(took.seconds, beside_s)
 
 
-def _sum_s(messages: Iterable[CollectiveTime]) -> float:
-    return sum(one.seconds for one in messages)
+def _sum_s(messages: Iterable[CollectiveTime], hide: tuple[str, ...] = ()) -> float:
+    """Of all axes, or of those that computing waits for."""
+    pairs = zip(MESSAGE_AXES, messages, strict=True)
+    return sum(one.seconds for axis, one in pairs if axis not in hide)

@@ -183,6 +183,7 @@ class PipelineShape(NamedTuple):
     balance: str = "measured"  # stages of equal seconds; "weights": parameters, "even": layers
     scatter_sends: bool = False  # each rank of tp sends a part of the activation, then they gather
     adds: bool = True  # kernels add gradients of a micro-batch to those of the ones before
+    hides_sends: bool = False  # a stage computes on while it sends and receives
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class StagePrice:
     token_sums: tuple[Part, ...]  # of gradients over workers that have other tokens
     meetings: int  # calls of one micro-batch in which the workers of a stage wait for each other
     adding_s: float  # of the gradients of one micro-batch to those of the ones before
+    lone_s: float  # of messages of the first and the last pass, which no other micro-batch hides
 
 
 class ReplicaPrice(NamedTuple):
@@ -299,6 +301,7 @@ class ReplicaPricer:
             token_sums=tuple(self._token_sums(table, groups, stages[fullest])),
             meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
             adding_s=self._adding_s(table, stages[slowest]),
+            lone_s=weight_of(stages[slowest], [time.lone_s for time in table.times]),
         )
 
     def _adding_s(self, table: LayerTable, stage: Stage) -> float:
@@ -355,13 +358,18 @@ def _assemble(
     stages: StagePrice, count: int, microbatches: int, pipeline: PipelineShape
 ) -> ReplicaPrice:
     parts = [Part(name, microbatches * s, bound) for name, s, bound in stages.parts]
-    busy_s = microbatches * stages.slowest_s
+    if stages.lone_s:
+        parts = [p._replace(seconds=p.seconds + stages.lone_s * (p.name == "ep")) for p in parts]
+    busy_s = microbatches * stages.slowest_s + stages.lone_s
     if count > 1:
-        sends = 2 * (microbatches * pipeline.chunks + count - 1)
+        sent_s = first_s = stages.transfer.seconds
+        if pipeline.hides_sends:  # behind a pass of a chunk
+            sent_s = max(0.0, sent_s - stages.slowest_s / (2 * pipeline.chunks))
+        sends_s = 2 * (microbatches * pipeline.chunks * sent_s + (count - 1) * first_s)
         idle_s = bubble_s(pipeline.schedule, count, microbatches, pipeline.chunks, stages.others)
         waits = (
             Part("bubble", idle_s, "pipeline"),
-            Part("pp", sends * stages.transfer.seconds, stages.transfer.bound),
+            Part("pp", sends_s, stages.transfer.bound),
             Part("tied weights", stages.tied.seconds, stages.tied.bound),
         )
         parts += [part for part in waits if part.seconds]
@@ -396,6 +404,6 @@ def _busy_parts(table: LayerTable, stage: Stage) -> list[Part]:
     for index, axis in enumerate(MESSAGE_AXES):
         times = [time.messages[index] for time in table.times]
         total = sum(n * time.seconds for n, time in zip(stage, times, strict=True))
-        if total:
+        if total or (axis == "ep" and any(time.lone_s for time in table.times)):
             parts.append(Part(axis, total, next(time.bound for time in times if time.bound)))
     return parts

@@ -39,6 +39,7 @@ class Split(NamedTuple):
     ep: int = 1
     recompute: Recompute = "none"
     flash_attention: bool = False
+    hide: tuple[str, ...] = ()  # axes whose messages run beside computing
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,7 @@ _ALIASES = {
     "vit-l": "vit-l-16",
     "vit-h": "vit-h-14",
 }
-_BF16 = (
-    "deepseek",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen",
-)  # trained so by those who published them
+_BF16 = ("deepseek", "llama", "mistral", "mixtral", "qwen")  # as those who published them trained
 
 
 def is_transformer(text: str) -> bool:

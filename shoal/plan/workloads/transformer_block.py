@@ -62,6 +62,8 @@ class TransformerSizes:
     rope: int = 0
     dense_layers: int = 0
     dense_ffn: int = 0
+    parallel: bool = False  # attention and MLP have one input, and their outputs one sum
+    token_groups: int = 0  # of experts: a token goes once to each of at most so many; 0: no limit
 
     def __post_init__(self) -> None:
         uneven = self.head is None and self.hidden % self.heads
@@ -200,12 +202,14 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     forward = (*linear, *attention, *sums, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
     sent = width * tokens * sizes.hidden
-    message = _tp_messages(split, sent)
+    results = 1 if sizes.parallel else 2  # of attention and of the MLP
+    message = _tp_messages(split, sent) * results
     # inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole
-    gathered_again = (message[0],) * 2 if split.tp > 1 and split.sequence_parallel else ()
+    gathered_again = message[:1] * results if split.sequence_parallel else ()
     experts: tuple[LayerMessage, ...] = ()
     if split.ep > 1 and sizes.experts > 1:
-        experts = (LayerMessage("all_to_all", "ep", sent * sizes.top_k),) * 2
+        copies = min(sizes.top_k, sizes.token_groups or sizes.top_k)
+        experts = (LayerMessage("all_to_all", "ep", sent * copies),) * 2
     return LayerCost(
         forward=forward,
         backward_input=(*(one for one, _ in backward), *core, *sums, *backward_moves, *moved),
@@ -281,23 +285,19 @@ def _pointwise(
     rotary = () if sizes.learned_positions else (moving("rotary", 2 * turned),)
     return (
         *rotary,
-        moving("norm", 2 * hidden_bytes),
+        *(moving("norm", 2 * hidden_bytes),) * (1 if sizes.parallel else 2),
         moving("dropout and add", 3 * hidden_bytes + mask),
-        moving("norm", 2 * hidden_bytes),
         moving("activation", reads * inner_bytes),
         moving("dropout and add", 3 * hidden_bytes + mask),
     )
 
 
 def _tp_messages(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
-    """Two a direction; under sequence parallelism an all-gather and a reduce-scatter each."""
+    """One sum; under sequence parallelism an all-gather and a reduce-scatter."""
     if split.tp == 1:
         return ()
-    if split.sequence_parallel:
-        return tuple(
-            LayerMessage(kind, "tp", num_bytes) for kind in ("all_gather", "reduce_scatter") * 2
-        )
-    return (LayerMessage("all_reduce", "tp", num_bytes),) * 2
+    kinds = ("all_gather", "reduce_scatter") if split.sequence_parallel else ("all_reduce",)
+    return tuple(LayerMessage(kind, "tp", num_bytes) for kind in kinds)
 
 
 def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
@@ -306,7 +306,7 @@ def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
     experts += sizes.shared_experts * experts * split.ep / sizes.experts
     router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
     biases = 0.0 if sizes.gated else (3 * sizes.hidden + sizes.inner) / split.tp + 2 * sizes.hidden
-    norms = (2 if sizes.gated else 4) * sizes.hidden
+    norms = (2 if sizes.gated else 4) * sizes.hidden / (2 if sizes.parallel else 1)
     return attention + experts + router + biases + norms
 
 
@@ -324,7 +324,8 @@ def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
     if split.recompute == "full":
         return block_input
     masks = 2 * rows * sizes.hidden if sizes.dropout else 0.0
-    per_row = 4 * block_input + masks  # two norms, and the inputs of QKV and of the MLP
+    # two norms, and the inputs of QKV and of the MLP
+    per_row = (2 if sizes.parallel else 4) * block_input + masks
     kv = _kv(sizes, split)
     latent = sizes.q_rank + sizes.kv_rank + sizes.rope * (2 * sizes.heads / split.tp + 1)
     # Q, K, V and the input of the projection
