@@ -19,6 +19,7 @@ from shoal.strategy.strategy import parse
 from shoal.train.callbacks import Callback, Callbacks, JsonLines
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
+from tests import scripts
 from tests.conftest import World
 from tests.models import samples
 
@@ -144,6 +145,31 @@ def test_mlflow_in_five_lines(tmp_path: Path) -> None:
     runs = client.search_runs(["0"])
     history = [client.get_metric_history(run.info.run_id, "loss") for run in runs]
     assert [[point.step for point in points] for points in history if points] == [[1, 2, 3, 4]]
+
+
+@pytest.mark.whole
+def test_tensorboard_reads_the_scalars_of_the_lines(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = scripts.started(
+        *("run", "digits", "-n", "2", "--tensorboard", "board", "--jsonl", "lines"),
+        *("--epochs", "1"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    board = events.EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
+    board.Reload()
+    found = {
+        (tag, one.step): one.value for tag in board.Tags()["scalars"] for one in board.Scalars(tag)
+    }
+    groups = {"step": "train", "log": "log", "evaluate": "evaluate"}
+    lines = [json.loads(line) for line in (tmp_path / "lines").open()]
+    assert {one["event"] for one in lines} >= {"step", "evaluate", "end"}
+    assert found == {
+        (f"{groups[one['event']]}/{name}", one["step"]): torch.tensor(value).item()  # fp32
+        for one in lines
+        if one["event"] in groups
+        for name, value in one["metrics"].items()
+    }
 
 
 def test_the_class_is_public() -> None:
