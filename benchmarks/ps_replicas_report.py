@@ -16,9 +16,10 @@ from shoal.commands.output import plain_table
 from shoal.errors import BadInput
 
 NOTE = """\
-a push: until it is acknowledged, median (quartiles); behind: pushes that a copy
-lacked and another had shown; a kill: of the head, while all workers push; undone:
-acknowledged pushes that it lost; sent: by a worker and along the chain, computed"""
+sent: of a push, to a server and along the chain, computed; a push: until it is
+acknowledged, median (quartiles); behind: pushes that a copy lacked and another
+had shown. When the head is killed while all workers push: pushes that are
+refused, acknowledged ones that are undone, and the time without service"""
 _WORDS = ("strong", "eventual")
 _MOST_REPLICAS = 16
 
@@ -78,8 +79,8 @@ class ReplicaBench:
 def table_of(document: dict[str, Any]) -> Table:
     size = f"{document['bytes'] / 1e6:g} MB"
     title = f"{document['workers']} workers push {size}, one shard"
-    heads = ["replicas", "consistency", "sent a\npush", "ms a push", "to one\ncopy", "behind"]
-    heads += ["refused\nat a kill", "undone", "without\nservice"]
+    heads = ["copies", "consis-\ntency", "sent", "ms a push", "to one\ncopy", "behind"]
+    heads += ["re-\nfused", "undone", "without\nservice"]
     one = next((r["push"]["median_ms"] for r in document["results"] if r["replicas"] == 1), None)
     rows = [_row(result, one, document["bytes"]) for result in document["results"]]
     return plain_table(title, heads, rows, left=2)
@@ -90,7 +91,7 @@ def _row(result: dict[str, Any], one_ms: float | None, num_bytes: int) -> list[s
     sent = show_bytes(num_bytes * result["replicas"])
     row = [str(result["replicas"]), "", sent, spread(result["push"], "_ms"), ratio]
     if result["replicas"] == 1:
-        return [*row, "", "all: it ends\nthe run", "all", "to the end"]
+        return [*row, "", "all", "all", "to the end"]
     row[1] = result["consistency"]
     row += [str(result["largest_lag"]), str(result["refused"]), str(result["undone"])]
     return [*row, f"{result['without_service_s']:.2f} s"]
