@@ -21,13 +21,14 @@ from tests.splitting import train as train
 SYNCHRONOUS = [
     *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', 'mapreduce(batch="mini")'),
     *('ps(placement="rank0")', 'ps(placement="workers", update="worker")'),
-    *("zero(1)", "zero(2)", "zero(3)"),
+    *("zero(1)", "zero(2)", "zero(3)", "ddp(shared_weights=True)"),
 ]
 # equal where the optimizer is linear in the gradient: SGD, without clipping
 LINEAR = [*SYNCHRONOUS, "localsgd(every=1)", 'localsgd(every=1, outer="sgd(lr=1)")']
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", LINEAR)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_single_with_a_short_last_batch(world: World, size: int, strategy: str) -> None:
@@ -40,6 +41,7 @@ def test_a_last_batch_with_fewer_samples_than_replicas(world: World, strategy: s
     assert_equal_to_single(world, 4, strategy, convnet, samples(22, (1, 4, 4)), 10)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
 @pytest.mark.parametrize(
     "options",
@@ -56,6 +58,7 @@ def test_equals_single_with_options(world: World, strategy: str, options: dict[s
     assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", ["ddp", "localsgd(every=1)", "zero(1)", "zero(2)", "zero(3)"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])

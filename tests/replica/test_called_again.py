@@ -142,6 +142,7 @@ KINDS = [Siamese, Apart, Looped, Conditioned, Rescaled, InPlace, AskedFor, Readi
 KINDS += [Either, LocalName]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["pp(2)", 'pp(2, schedule="interleaved")'])
 def test_stages_call_a_module_again(world: World, kind: Any, strategy: str) -> None:

@@ -143,6 +143,7 @@ LOSSES: list[tuple[Any, str, int, int, str]] = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("script", "strategy", "rank", "call", "when"), LOSSES)
 def test_each_sample_counts_once_when_a_worker_is_lost(
     tmp_path: Path, script: Any, strategy: str, rank: int, call: int, when: str

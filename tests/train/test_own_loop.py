@@ -270,6 +270,7 @@ EQUAL: list[tuple[Script, list[str]]] = [
 SIZES = {contrastive: 4, counting: 3}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("script", "strategy"),
     [
