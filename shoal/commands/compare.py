@@ -45,6 +45,12 @@ from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import TERMS
 
 EXAMPLE_STEPS = 120
+FAULTY_STEPS = 40  # where workers are slow or lost: each strategy has twice as many runs
+# where faults are asked for and no strategies: one for each way to wait, or not to
+WAYS_TO_WAIT = (
+    *("ddp", "localsgd(every=8)", 'gossip(graph="ring")', 'gossip(graph="ring", mode="async")'),
+    *("hogwild", "ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
+)
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
 INTERRUPTED = "interrupted"  # why a run has no result after a signal
@@ -109,9 +115,10 @@ def compare(
         script, args = "gpt", ["--size", "tiny"]
     command = command_for(script, args)
     target = command[2:] if command[1] == "-m" else command[1:]
-    names = _strategies(strategy, workers)
+    has_faults = bool(slow or slow_link or kill)
+    names = _strategies(strategy or (WAYS_TO_WAIT if has_faults else None), workers)
     if steps is None and target[0].startswith("shoal.examples."):
-        steps = EXAMPLE_STEPS
+        steps = FAULTY_STEPS if has_faults else EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
     config = replace(config, slow=tuple(slow or ()), kill=tuple(kill or ()))
     check_faults(config, workers, why_no_servers="shoal compare slows and kills workers")
