@@ -34,8 +34,8 @@ demo: setup
 	$(BIN)/shoal eval runs/digits
 	$(BIN)/shoal verify digits -n 2 -s ddp --steps 20
 
-# two more than there are cores: tests wait for processes that they have started
-PROCESSES := $(shell expr $$(nproc 2>/dev/null || echo 1) + 2)
+# one more than there are cores: tests wait for processes that they have started
+PROCESSES := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 test: setup
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
 
