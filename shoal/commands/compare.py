@@ -49,7 +49,7 @@ FAULTY_STEPS = 40  # where workers are slow or lost: each strategy has twice as 
 # where faults are asked for and no strategies: one for each way to wait, or not to
 WAYS_TO_WAIT = (
     *("ddp", "localsgd(every=8)", 'gossip(graph="ring")', 'gossip(graph="ring", mode="async")'),
-    *("hogwild", "ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
+    *("hogwild(momentum=True)", "ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
 )
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
