@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = combined[0].get_closest_marker("product")
         assert marker is not None
         values = [{k: repr(v) for k, v in item.callspec.params.items()} for item in combined]
-        kept = covering(values, **{"pairs": False, **marker.kwargs})
+        kept = covering(values, marker.kwargs.get("pairs", False))[: marker.kwargs.get("most")]
         left_out |= set(combined) - {combined[position] for position in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

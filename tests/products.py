@@ -2,7 +2,8 @@
 
 A test with the marker `product` is run, without `--whole`, for a subset of the combinations of
 its parameters in which each value of each parameter occurs, and with `product(pairs=True)` each
-pair of values of two parameters. The subset is the same in every run.
+pair of values of two parameters; with `product(most=3)` for the first three of these, where each
+takes seconds. The subset is the same in every run.
 """
 
 from __future__ import annotations

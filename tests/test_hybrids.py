@@ -42,7 +42,7 @@ PIPELINES = ['pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute
 TENSORS = ["tp(2)", "tp(2, sequence=True)"]
 
 
-@pytest.mark.product
+@pytest.mark.product(most=5)
 @pytest.mark.parametrize(
     "sync",
     ["ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', "zero(1)", "zero(2)", "zero(3)", *PS],
@@ -55,7 +55,7 @@ def test_replicas_that_are_split(world: World, split: str, sync: str, whole_suit
         assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
-@pytest.mark.product
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("sync", ["", "ddp + ", "zero(1) + ", "zero(3) + ", f"{PS[0]} + "])
 @pytest.mark.parametrize("tp", TENSORS)
 @pytest.mark.parametrize("pp", ["pp(2)", *PIPELINES])

@@ -40,7 +40,7 @@ from tests.splitting import (
 )
 
 
-@pytest.mark.product
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("schedule", list(CATALOG))
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_schedule(world: World, size: int, schedule: str) -> None:

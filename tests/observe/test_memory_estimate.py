@@ -140,7 +140,7 @@ PS = [
 ]
 
 
-@pytest.mark.product
+@pytest.mark.product(most=6)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("text", [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD])
 def test_strategies_hold_what_their_plan_says(world: World, text: str, size: int) -> None:

@@ -43,7 +43,7 @@ def held_by(servers: list[Server]) -> list[ServedModel]:
 # ---- where nothing is left out: the model of one worker -----------------------------------------
 
 
-@pytest.mark.product(pairs=True)
+@pytest.mark.product(pairs=True, most=4)
 @pytest.mark.parametrize("rule", ["staleness=0", "quorum=1"])
 @pytest.mark.parametrize("where", ['placement="rank0"', 'placement="workers"', "servers=2", "tcp"])
 @pytest.mark.parametrize("split", SPLITS)

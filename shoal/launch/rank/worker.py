@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shoal.comm.members.meetings import Meetings
     from shoal.observe.capture import Capture
     from shoal.observe.memory_probe import Probe
+    from shoal.train.call_log import CallLog
 
 
 Train = Callable[[Job], Any]
@@ -100,13 +101,7 @@ class Worker:
                     group = Group(Traced(group.executor, tracer))
 
             meetings, elastic_sum = self._make_meetings()
-            calls = None
-            is_apart = self.strategy.survives_loss or self.strategy.sync_for(self.size).has_servers
-            if self.run_dir is not None and self.size > 1 and meetings is None and is_apart:
-                from shoal.train.call_log import CallLog
-
-                calls = CallLog(self.run_dir, self.number, self.rank, self.size)
-                stack.callback(calls.close)
+            calls = self._log_calls(stack) if meetings is None else None
             step_count = None
             if self.report_dir is not None:
                 step_count = StepCount(self.report_dir.steps(self.rank))
@@ -141,6 +136,17 @@ class Worker:
             if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
                 stack.callback(tracer.write, self.config.trace_dir)
             return self._run_to_its_end(train, make_job)
+
+    def _log_calls(self, stack: ExitStack) -> CallLog | None:
+        """Where workers may wait for each other in different calls, and none comes back."""
+        is_apart = self.strategy.survives_loss or self.strategy.sync_for(self.size).has_servers
+        if self.run_dir is None or self.size == 1 or not is_apart:
+            return None
+        from shoal.train.call_log import CallLog  # only where it is used
+
+        calls = CallLog(self.run_dir, self.number, self.rank, self.size)
+        stack.callback(calls.close)
+        return calls
 
     def _watched(
         self, send: Callable[[Mapping[str, Any]], None] | None, stack: ExitStack
