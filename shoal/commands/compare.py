@@ -60,7 +60,7 @@ Strategies = Annotated[
         "--strategy",
         "-s",
         help="A strategy to compare; repeatable.",
-        show_default="all that this version runs",
+        show_default="all that this version runs; under faults one for each way to wait",
     ),
 ]
 SlowLink = Annotated[
@@ -75,7 +75,8 @@ ComparedSteps = Annotated[
     typer.Option(
         min=1,
         help="Stop each run after so many steps.",
-        show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
+        show_default=f"{EXAMPLE_STEPS} for an example, {FAULTY_STEPS} under faults, else where the "
+        "script ends",
     ),
 ]
 

@@ -81,21 +81,12 @@ def attach_weights(descriptor: int, dtype: torch.dtype, size: int) -> Tensor:
 
 
 def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
-    """A descriptor, which the caller closes, of memory that rank 0 makes and all others open.
-
-    None on all ranks if one of them cannot open it, or gives `num_bytes=None`. A collective call.
-    """
+    """See `memfd.share`."""
 
     def exchange(text: bytes) -> list[bytes]:
         return [answer.encode() for answer in tell(text.decode())]
 
-    def attach(offers: list[memfd.Offer]) -> int:
-        if num_bytes is None:
-            raise ValueError("this rank does not share its weights")
-        return offers[0].open_checked(num_bytes)
-
-    fd = memfd.make("shoal-weights", num_bytes) if rank == 0 and num_bytes is not None else -1
-    return memfd.rendezvous(exchange, fd, attach, os.close)
+    return memfd.share(exchange, rank, num_bytes)
 
 
 def map_sealed(descriptor: int, num_bytes: int) -> mmap.mmap:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group, Op
+from shoal.comm.group import Op
 from shoal.comm.objects import all_gather_bytes
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.optimizers import PARAM_KEYS, LooksAt, like, looks_at
@@ -81,17 +81,6 @@ class Piece(NamedTuple):
     parameter: nn.Parameter
 
 
-def share(group: Group, num_bytes: int) -> int | None:
-    """A descriptor of memory of all ranks, which the caller closes; None on all: not possible."""
-    generation = memfd.new_generation()
-    fd = memfd.make("shoal-weights", num_bytes, generation) if group.rank == 0 else -1
-
-    def attach(offers: list[memfd.Offer]) -> int:
-        return offers[0].open_checked(num_bytes)
-
-    return memfd.rendezvous(partial(all_gather_bytes, group), fd, attach, os.close, generation)
-
-
 def can_share(replica: Replica) -> bool:
     """The same on all ranks."""
     flat, update = replica.flat, replica.update
@@ -115,7 +104,9 @@ def build_shared(replica: Replica, buckets: list[slice]) -> Sync | None:
     group = replica.group
     page = mmap.PAGESIZE
     each = -(-replica.flat.data.nbytes // page) * page
-    fd = share(group, page + (1 + group.size) * each)
+    num_bytes = page + (1 + group.size) * each
+    exchange = partial(all_gather_bytes, group)
+    fd = memfd.share(exchange, group.rank, num_bytes, memfd.new_generation())
     if fd is None:
         return None
     pages = None
@@ -124,11 +115,11 @@ def build_shared(replica: Replica, buckets: list[slice]) -> Sync | None:
             pages = PrivatePages(fd, page, each)
         able = torch.tensor(float(pages is not None and pages.can_tell))
         group.all_reduce(able, Op.MIN).wait()
-        if not able or pages is None:
-            return None
-        return SharedWeights(
-            replica, buckets, memfd.map_all(fd, page + (1 + group.size) * each), pages
-        )
+        if able and pages is not None:
+            return SharedWeights(replica, buckets, memfd.map_all(fd, num_bytes), pages)
+        if pages is not None:
+            pages.close()
+        return None
     finally:
         os.close(fd)
 

@@ -144,10 +144,8 @@ class LossWatch:
     def look(self) -> None:
         """Say what was noted."""
         noted, self._noted = self._noted, []
-        values = torch.stack([loss for _, loss in noted]).tolist() if len(noted) > 1 else []
-        values = values or [float(loss) for _, loss in noted]
-        for (step, _), value in zip(noted, values, strict=True):
-            if not math.isfinite(value):
+        for step, loss in noted:
+            if not all(map(math.isfinite, loss.flatten().tolist())):
                 self._tell(step)
                 return
 

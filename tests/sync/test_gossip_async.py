@@ -42,18 +42,17 @@ def test_when_a_worker_is_killed_the_others_finish_and_the_first_of_them_tests_a
 ) -> None:
     words = ["train", "digits", "-n", "4", "-s", strategy, "--kill", f"{victim}@20"]
     words += ["--out", "saved", "--report", "report.json"]
-    done = shoal(*words, "--", "--epochs", "2", cwd=tmp_path)
+    done = shoal(*words, "--", "--epochs", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second, third = (rank for rank in range(4) if rank != victim)
     others = f"workers {first}, {second} and {third}, without worker {victim}"
     assert f"shoal: finished by {others}" in done.stderr
     assert f"[{second}] test accuracy" not in done.stdout
-    # ten classes; how far workers that do not wait get depends on how the host runs them
-    assert float(done.stdout.split(f"[{first}] test accuracy ")[1].split("%")[0]) > 50
-    assert files.read(tmp_path / "saved").document["steps"] == 48
+    assert float(done.stdout.split(f"[{first}] test accuracy ")[1].split("%")[0]) > 80
+    assert files.read(tmp_path / "saved").document["steps"] == 96
     report = json.loads((tmp_path / "report.json").read_text())
     steps = [rank and rank["steps"] for rank in report["ranks"]]
-    assert steps == [None if rank == victim else 48 for rank in range(4)]
+    assert steps == [None if rank == victim else 96 for rank in range(4)]
     if strategy != "hogwild":
         assert [report["ranks"][rank]["sync"][0]["lost"] for rank in (first, third)] == [
             [victim]

@@ -49,7 +49,7 @@ def play(folder: Path, rule: Rule, words: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "words", "refusal"),
     [
-        # all ranks call the same, whoever comes first
+        # all ranks make the same calls, in any order of arrival
         (ASYNCHRONOUS, "0:1 1:1 0s 1s 1:2 0:2 1e 0e 0. 1.", None),
         (SYNCHRONOUS, "0:1 1:1 0s 1s 1:2 0:2 1e 0e 0. 1.", None),
         # the n-th call differs: the second to come says so

@@ -176,6 +176,22 @@ class Offer:
         return not self.generation or int.from_bytes(stamp, sys.byteorder) == self.generation
 
 
+def share(exchange: Exchange, rank: int, num_bytes: int | None, generation: int = 0) -> int | None:
+    """A descriptor, which the caller closes, of memory that rank 0 makes and all others open.
+
+    None on all ranks if one of them cannot open it, or gives `num_bytes=None`. A collective call.
+    """
+
+    def attach(offers: list[Offer]) -> int:
+        if num_bytes is None:
+            raise ValueError("this rank does not share its weights")
+        return offers[0].open_checked(num_bytes)
+
+    makes = rank == 0 and num_bytes is not None
+    fd = make("shoal-weights", num_bytes or 0, generation) if makes else -1
+    return rendezvous(exchange, fd, attach, os.close, generation)
+
+
 def rendezvous(
     exchange: Exchange,
     fd: int,
