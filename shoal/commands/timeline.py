@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ KINDS = {  # a letter, its style in a terminal, the hue of a picture
     "send": ("S", "cyan", "#56b4e9"),
     "push": ("P", "cyan", "#56b4e9"),
     "pull": ("p", "blue", "#8a8d00"),
+    trace.MIX: ("M", "yellow", "#a0522d"),
     trace.LOAD: ("L", "white", "#b0a48a"),
     trace.INJECTED: ("Z", "red", "#d55e00"),
     trace.EVALUATE: ("E", "white", "#cc79a7"),
@@ -161,15 +163,15 @@ def _kinds_table(found: MeasuredTimeline) -> Table:
 def _path(found: MeasuredTimeline, number: int) -> list[Part]:
     """Without what takes less than a hundredth of the step."""
     start_ns, end_ns, _ = found.steps[number]
+    path = [(process, span) for process, spans in found.critical_path(number) for span in spans]
+    long = [(p, s) for p, s in path if s.end_ns - s.start_ns >= (end_ns - start_ns) / 100]
     words = []
-    for process, spans in found.critical_path(number):
-        long = [s for s in spans if s.end_ns - s.start_ns >= (end_ns - start_ns) / 100]
+    for process, hop in groupby(long, key=itemgetter(0)):  # one again, if a short hop was between
         joined = []
-        for name, alike in groupby(long, key=_on_path):
+        for name, alike in groupby((span for _, span in hop), key=_on_path):
             seconds = sum(span.end_ns - span.start_ns for span in alike) / 1e9
             joined.append(f"{name} {show_seconds(seconds)}".replace(" ", _TIED))
-        where = name_of(process).replace(" ", _TIED)
-        words += [f"{where}: {', '.join(joined)}"] if joined else []
+        words.append(f"{name_of(process).replace(' ', _TIED)}: {', '.join(joined)}")
     said = f"critical path of step {number}, {_seconds(start_ns, end_ns)}"
     return [said, str(wrapped("  " + " → ".join(words), 80)).replace(_TIED, " ")]
 

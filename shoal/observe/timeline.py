@@ -153,6 +153,7 @@ class MeasuredTimeline:
                 taken_ns[key] += 0 if where == SERVER else span.end_ns - span.start_ns
             for span in _of_row(process, within) if where == WORKER else ():
                 shown[where, span.kind] += 1
+                sent[where, span.kind] += span.bytes
         order = [WORKER, TRANSFER, SERVER]
         keys = sorted(taken_ns, key=lambda key: (order.index(key[0]), -taken_ns[key]))
         return [KindTotal(*key, shown[key], taken_ns[key] / 1e9, sent[key]) for key in keys]

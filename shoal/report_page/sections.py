@@ -156,7 +156,9 @@ def topology(run: RecordedRun) -> Items:
     picture = base64.b64encode(cluster_svg(cluster).encode()).decode()
     yield {"type": "picture", "svg": picture, "text": f"the cluster {cluster.name}"}
     heads = ["level", "link", "crossed by", "mean rate", "line rate", "load"]
-    note = "Messages between workers count at the outermost level that they cross."
+    note = "Messages count at the outermost level that they cross."
+    if run.report.get("servers"):
+        note += " Servers are taken to be on the nodes in turn, as a run on hosts places them."
     yield from _table(heads, link_loads(run, cluster), 2, note=note)
 
 

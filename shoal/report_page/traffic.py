@@ -96,9 +96,10 @@ def link_loads(run: RecordedRun, cluster: Cluster) -> list[list[str]]:
     """A row for each level of the cluster: what crosses it, and of what it could carry."""
     known = levels(cluster)
     crossing = dict.fromkeys((level.name for level in known), 0.0)
-    for (a, b), size in traffic_of(run)[0].items():
-        if isinstance(a, int) and isinstance(b, int) and crossing:
-            crossing[_level(cluster, a, b, list(crossing))] += size
+    for pair, size in traffic_of(run)[0].items():
+        level_name = _level(cluster, *(_node(run, cluster, process) for process in pair))
+        if level_name in crossing:
+            crossing[level_name] += size
     first, last = run.training
     seconds = max(1, last - first) / 1e9
     rows = []
@@ -111,11 +112,18 @@ def link_loads(run: RecordedRun, cluster: Cluster) -> list[list[str]]:
     return rows
 
 
-def _level(cluster: Cluster, a: int, b: int, names: list[str]) -> str:
-    """The outermost level that a message between two ranks crosses."""
-    nodes = a // cluster.node.devices, b // cluster.node.devices
-    if nodes[0] == nodes[1]:
-        return names[0]
-    racks = [node // (cluster.nodes_per_rack or cluster.nodes) for node in nodes]
-    wanted = "rack" if racks[0] == racks[1] else "spine"
-    return wanted if wanted in names else names[-1]
+def _node(run: RecordedRun, cluster: Cluster, process: Process) -> int:
+    """Of a server: that of the worker that hosts it; else nodes have servers in turn."""
+    if isinstance(process, int):
+        return process // cluster.node.devices
+    number = sum(map(int, re.findall(r"\d+", process)))  # copies of a shard are apart
+    is_hosted = not run.strategy.sync_for(run.workers).server_processes
+    return number // cluster.node.devices if is_hosted else number % cluster.nodes
+
+
+def _level(cluster: Cluster, a: int, b: int) -> str:
+    """The outermost level that a message between two nodes crosses."""
+    if a == b:
+        return "node"
+    per_rack = cluster.nodes_per_rack or cluster.nodes
+    return "rack" if a // per_rack == b // per_rack else "spine"

@@ -26,7 +26,8 @@ from shoal.runtime.run_dir import RunDir, read
 T = TypeVar("T")
 Process = int | str  # a rank, or the name of a server
 COMPUTE = ("forward", "backward", "weight gradient", "update")
-COMMUNICATE = ("reduce", "gather", "send", "receive", "push", "pull", "mix")
+MIX = "mix"  # replicas average, with the waits in it
+COMMUNICATE = ("reduce", "gather", "send", "receive", "push", "pull", MIX)
 WAIT = "wait"
 ISSUED = "issued"  # a track: the moments at which messages were handed over
 INJECTED = "injected"  # the sleep of --slow

@@ -29,7 +29,7 @@ from torch import Tensor
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
-from shoal.runtime.trace import WAIT
+from shoal.runtime.trace import MIX, WAIT
 from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
@@ -174,7 +174,7 @@ class MixGradients(Mixer):
 
     def collect(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
-        with self.update.tracer.span(WAIT, peers):
+        with self.update.tracer.span(MIX, peers):
             for tensor in self.flat.grads.tensors[0]:
                 self.neighbours.mix(tensor, self.turn)
         self.flat.grads.publish()
@@ -196,7 +196,7 @@ class MixWeights(Mixer):
     collects = False
 
     def spread(self) -> None:
-        with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
+        with self.update.tracer.span(MIX, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
         self._count_step()
         is_early = self.update.tracer.enabled and self.turn in MEASURE_EARLY

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shoal.runtime.trace import WAIT
+from shoal.runtime.trace import MIX
 from shoal.schedules.mixing import Mixing
 from shoal.sync import Comeback, Replica
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
@@ -64,11 +64,14 @@ class AsyncGossip(InRankMemory):
         has_room = self.flat.header_fits
         if has_room:
             data[0] = self.flat.grads.header[0] * self.size
-        with self.update.tracer.span(WAIT, "average with what neighbours have laid out"):
+        told = "average with what neighbours have laid out"
+        with self.update.tracer.span(MIX, told) as more:
             self._mix()
             steps = max(self.next_steps, self.update.steps)  # none is done twice
             self.ranks.job_steps[self.rank] = steps
             self._lay_out()
+            if more is not None:
+                more["bytes"] = self._page.bytes.nbytes
         if has_room:
             self._loss = data[0].clone()
             data[0] = 0.0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.errors import CheckpointError
+from shoal.runtime.trace import MIX
 from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms import Localsgd
@@ -157,7 +158,8 @@ class LocalSgdSync(Sync):
         self.traffic.steps += 1
         self.since += 1
         if self.since >= self.every:
-            self._agree()
+            with self.update.tracer.span(MIX, f"agree on weights after {self.every} steps"):
+                self._agree()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the global batch where replicas agree; else the mean over own samples.

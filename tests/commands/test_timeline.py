@@ -10,7 +10,7 @@ import pytest
 from shoal.observe.time_shares import write_chrome
 from shoal.runtime.trace import Recorder
 from tests.commands.terminal import document_of, shoal
-from tests.observe.test_timeline import PIPELINE, SERVER, STRAGGLER
+from tests.observe.test_timeline import BRIEF, PIPELINE, SERVER, STRAGGLER
 from tests.scripts import PLAIN
 from tests.scripts import shoal as started
 
@@ -50,6 +50,14 @@ def test_rows_kinds_waits_and_the_critical_path_are_printed(trace: Path) -> None
         "  rank 1: F0 25 ms, B0 25 ms, injected 40 ms → rank 0: exposed 10 ms,",
         "    update 10 ms",
     ]
+
+
+def test_processes_next_to_each_other_on_a_printed_path_differ(tmp_path: Path) -> None:
+    write_chrome(BRIEF, tmp_path / "trace.json")
+    hops = document_of("timeline", str(tmp_path))["steps"]["1"]["critical_path"]
+    assert [hop["process"] for hop in hops] == ["rank 1", "rank 0", "rank 1"]
+    lines = [line.strip() for line in shoal("timeline", str(tmp_path)).stdout.splitlines()]
+    assert lines[-1] == "rank 1: forward 50 ms, exposed 1 ms, backward 48 ms"
 
 
 def test_the_document_has_the_same(trace: Path) -> None:

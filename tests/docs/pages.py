@@ -86,7 +86,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     runner = forked.run if program == "shoal" else subprocess.run
     done: subprocess.CompletedProcess[str] = runner(
         [sys.executable, *start],
-        **{"cwd": folder, "env": environ, "capture_output": True, "timeout": 500},
+        **{"cwd": folder, "env": environ, "capture_output": True, "timeout": 1800},
         text=True,
     )
     return done

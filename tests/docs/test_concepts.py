@@ -54,7 +54,7 @@ def test_a_command_without_processes(
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(1500)  # some measure for as long as they need
+@pytest.mark.timeout(3600)  # some measure for as long as they need, beside others twice that
 @pytest.mark.parametrize("row", [row for row in rows() if not is_quick(row)], ids=lambda r: r[0])
 def test_a_command_with_workers(row: Row, tmp_path: Path) -> None:
     pages.lay_out(tmp_path)

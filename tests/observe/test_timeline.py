@@ -91,6 +91,23 @@ SERVER: Trace = {
         Span("pull", 11 * MS, 55 * MS, "pull rank 0", "PULL", None, 40),
     ],
 }
+# rank 1 sends at 50 and rank 0 at once back: of rank 0 there is too little to be named
+BRIEF: Trace = {
+    0: [
+        step(1, 0, 99),
+        main("forward", 0, 10),
+        main("wait", 10, 51, "1 to 0"),
+        Span("send", 51 * MS, 51 * MS, "issued", "", None, 8, 1, "0 to 1"),
+        main("other", 51, 99),
+    ],
+    1: [
+        step(1, 0, 100),
+        main("forward", 0, 50),
+        Span("send", 50 * MS + MS // 2, 50 * MS + MS // 2, "issued", "", None, 8, 0, "1 to 0"),
+        main("wait", 50, 52, "0 to 1"),
+        main("backward", 52, 100),
+    ],
+}
 HIDDEN: Trace = {
     rank: [
         step(1, 0, 50),

@@ -233,6 +233,25 @@ def test_links_have_the_load_of_what_crosses_them(tmp_path: Path) -> None:
     assert "Topology" in Parsed(page([run])).sections
 
 
+@pytest.mark.parametrize(
+    ("strategy", "crossing"),
+    [
+        ("ps(servers=2)", ("20 B", "20 B")),  # server 1 is on the other node
+        ("ps(replicas=2)", ("20 B", "20 B")),  # and so is copy 1
+        ('ps(placement="workers")', ("40 B", "0 B")),  # worker 1 is beside worker 0
+    ],
+)
+def test_servers_load_links_from_where_a_run_places_them(
+    tmp_path: Path, strategy: str, crossing: tuple[str, str]
+) -> None:
+    shard = "shard 0 copy" if "replicas" in strategy else "server"
+    pushes = [Span("push", MS, MS, "push", "", None, 20, f"{shard} {i}") for i in range(2)]
+    trace: Trace = {0: [Span("step", 0, 2 * MS, "steps", "step 1"), *pushes]}
+    run = recorded(tmp_path / "run", report(4, strategy, cluster=cluster_text(PAIRS)), trace)
+    assert run.cluster is not None
+    assert tuple(row[2] for row in link_loads(run, run.cluster)) == crossing
+
+
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     trace = {rank: [s._replace(kind=HOSTILE) for s in own] for rank, own in spans(2).items()}
     trace = {**trace, HOSTILE: [Span("pull", 0, MS, HOSTILE, HOSTILE, None, 5, 0)]}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples import digits
-from shoal.runtime.trace import Recorder
+from shoal.runtime.trace import MIX, Recorder
 from shoal.schedules.mixing import mixing_for
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip
@@ -199,6 +199,25 @@ def test_what_to_expect_is_said_once_and_the_distance_between_replicas_is_traced
     details = after_training(world, 4, "gossip", look, data=samples(64), services=services)
     assert len(details[0]) == 2 and details[0][0].startswith("consensus distance 0.")
     assert capsys.readouterr().err.count("ring of 4: a worker averages with 2 others a step") == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "spans"),
+    [
+        ("gossip", 4),
+        ('gossip(graph="complete")', 4),
+        ('gossip(mode="async")', 4),
+        ("localsgd(every=2)", 2),
+    ],
+)
+def test_averaging_is_traced_as_mixing(world: World, strategy: str, spans: int) -> None:
+    tracers = [Recorder(rank, 0) for rank in range(4)]
+    services = [RunServices(tracer=tracer) for tracer in tracers]
+    after_training(world, 4, strategy, data=samples(64), services=services)
+    for tracer in tracers:
+        mixed = [span for span in tracer.spans if span.kind == MIX]
+        assert [span.track for span in mixed] == ["main"] * spans
+        assert all(bool(span.bytes) == ("async" in strategy) for span in mixed)
 
 
 def test_a_graph_that_differs_between_ranks_is_refused(world: World, tmp_path: Path) -> None:
