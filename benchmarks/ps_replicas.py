@@ -5,6 +5,7 @@ In each worker of one run under ps(mode="async", replicas=…, consistency=…):
     pushes       all workers push at once; the time from the commit of a push to its answer
     copies       worker 0 reads one replica after the other while the others push: how many pushes
                  a copy lacks that another copy had shown before
+    a slow copy  all push again while the last copy is stopped for 50 of each 60 ms
     a kill       worker 0 kills the head (server 0), and all push on: the longest push is the time
                  without service; a push that ends in an error is refused
 """
@@ -15,7 +16,10 @@ import argparse
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -73,6 +77,7 @@ class CopyReader:
 
 _MAX_BYTES = 1 << 20
 _WARM_UP = 10
+STOPPED_S, GOING_S = 0.05, 0.01  # in turn: a copy that is slow
 
 
 class Pusher:
@@ -130,6 +135,7 @@ def measure(job: shoal.Job, args: argparse.Namespace) -> dict[str, Any]:
         job.group.barrier().wait()
         lag = _lag(job, pusher, args.rounds)
         job.group.barrier().wait()
+        slow_s = _beside_slow_copy(job, pusher, args)
         longest_s = _without_service_s(job, pusher, args)
         job.group.barrier().wait()
         version = pusher.client.pull(None, 0).wait().version
@@ -142,11 +148,12 @@ def measure(job: shoal.Job, args: argparse.Namespace) -> dict[str, Any]:
     acknowledged, refused, waited_s = zip(*map(json.loads, told), strict=True)
     return {
         "push": asdict(Timing.of([1e3 * seconds for seconds in pushes_s])),
+        "push_slow_copy": asdict(Timing.of([1e3 * s for s in slow_s])) if slow_s else None,
         "largest_lag": lag,
         "acknowledged": sum(acknowledged),
         "refused": sum(refused),
         "undone": max(0, sum(acknowledged) - version),
-        "without_service_s": max(waited_s) if args.kill else None,
+        "without_service_s": max(waited_s) if args.replicas > 1 else None,
     }
 
 
@@ -165,17 +172,54 @@ def _lag(job: shoal.Job, pusher: Pusher, rounds: int) -> int:
     return largest
 
 
-def _without_service_s(job: shoal.Job, pusher: Pusher, args: argparse.Namespace) -> float:
-    run_dir = RunConfig.from_environment().run_dir
-    if args.kill and job.rank == 0 and run_dir is not None:
-        pid = run_dir.read_server_pid(0)
+def _beside_slow_copy(job: shoal.Job, pusher: Pusher, args: argparse.Namespace) -> list[float]:
+    if args.replicas == 1:
+        return []
+    with _held_up(_pid_of_server(args.replicas - 1) if job.rank == 0 else None):
+        job.group.barrier().wait()
+        pushes_s = [pusher.push() for _ in range(args.rounds)]
+        job.group.barrier().wait()
+    return pushes_s
+
+
+@contextmanager
+def _held_up(pid: int | None) -> Iterator[None]:
+    """The process is stopped for most of the time while the block runs."""
+    is_over = threading.Event()
+
+    def stop_and_go(pid: int) -> None:
+        with suppress(ProcessLookupError):
+            while not is_over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                is_over.wait(STOPPED_S)
+                os.kill(pid, signal.SIGCONT)
+                is_over.wait(GOING_S)
+
+    thread = threading.Thread(target=stop_and_go, args=(pid,))
+    if pid is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+            thread.join()
+
+
+def _pid_of_server(number: int) -> int | None:
+    run_dir = RunConfig.from_environment().run_dir
+    return None if run_dir is None else run_dir.read_server_pid(number)
+
+
+def _without_service_s(job: shoal.Job, pusher: Pusher, args: argparse.Namespace) -> float:
+    pid = _pid_of_server(0) if args.replicas > 1 and job.rank == 0 else None
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
     return max(pusher.push() for _ in range(args.rounds))
 
 
 def main() -> None:
-    args = options_of_worker(bytes=int, rounds=int, kill=int)
+    args = options_of_worker(bytes=int, rounds=int, replicas=int)
     write_result(lambda job: measure(job, args), args.result)
 
 

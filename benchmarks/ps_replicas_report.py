@@ -17,8 +17,9 @@ from shoal.errors import BadInput
 
 NOTE = """\
 sent: of a push, to a server and along the chain, computed; a push: until it is
-acknowledged, median (quartiles); behind: pushes that a copy lacked and another
-had shown. When the head is killed while all workers push: pushes that are
+acknowledged, median (quartiles); slow copy: the same while the last copy is
+stopped for 50 of each 60 ms; behind: pushes that a copy lacked and another had
+shown. When the head is killed while all workers push: pushes that are
 refused, acknowledged ones that are undone, and the time without service"""
 _WORDS = ("strong", "eventual")
 _MOST_REPLICAS = 16
@@ -70,7 +71,7 @@ class ReplicaBench:
         text = f'ps(mode="async", replicas={replicas}'
         text += f', consistency="{consistency}")' if replicas > 1 else ")"
         say(f"measuring {text} with {self.workers} workers")
-        options = {"bytes": num_bytes, "rounds": self.rounds, "kill": int(replicas > 1)}
+        options = {"bytes": num_bytes, "rounds": self.rounds, "replicas": replicas}
         config = config_for(strategy_for(text, self.workers), device="cpu")
         found = measure_in_workers("benchmarks.ps_replicas", options, self.workers, config)
         return {"replicas": replicas, "consistency": consistency, **found}
@@ -79,7 +80,15 @@ class ReplicaBench:
 def table_of(document: dict[str, Any]) -> Table:
     size = f"{document['bytes'] / 1e6:g} MB"
     title = f"{document['workers']} workers push {size}, one shard"
-    heads = ["copies", "consis-\ntency", "sent", "ms a push", "to one\ncopy", "behind"]
+    heads = [
+        "copies",
+        "consis-\ntency",
+        "sent",
+        "ms a push",
+        "to one\ncopy",
+        "slow\ncopy",
+        "behind",
+    ]
     heads += ["re-\nfused", "undone", "without\nservice"]
     one = next((r["push"]["median_ms"] for r in document["results"] if r["replicas"] == 1), None)
     rows = [_row(result, one, document["bytes"]) for result in document["results"]]
@@ -91,8 +100,9 @@ def _row(result: dict[str, Any], one_ms: float | None, num_bytes: int) -> list[s
     sent = show_bytes(num_bytes * result["replicas"])
     row = [str(result["replicas"]), "", sent, spread(result["push"], "_ms"), ratio]
     if result["replicas"] == 1:
-        return [*row, "", "all", "all", "to the end"]
+        return [*row, "", "", "all", "all", "to end"]
     row[1] = result["consistency"]
+    row.append(f"{result['push_slow_copy']['median_ms']:.4g}")
     row += [str(result["largest_lag"]), str(result["refused"]), str(result["undone"])]
     return [*row, f"{result['without_service_s']:.2f} s"]
 
