@@ -41,7 +41,7 @@ def test_the_table_has_the_cost_against_one_copy_and_the_time_without_service() 
     document = {"workers": 2, "bytes": 1_000_000, "pushes": 4, "results": results}
     Console(file=out, width=80).print(ps_replicas_report.table_of(document))
     (row,) = [line for line in out.getvalue().splitlines() if "eventual" in line]
-    assert row.split() == "3 eventual 3 MB 5 2.50× 45 7 1 2 0.61 s".split()
+    assert " ".join(row.split()) == "3 eventual 3 MB 5 2.50× 45 7 1 2 0.61 s"
     assert "to end" in out.getvalue()
 
 
