@@ -25,6 +25,7 @@ setup(
         native("shoal/transport/shm", "_shm"),
         native("shoal/transport/tcp", "_tcp", *TCP, headers=("engine.h",)),
         native("shoal/embedding", "_rows"),
+        native("shoal/replica", "_peer_sum"),
         native("shoal/protocol", "_frames"),
     ]
 )

@@ -92,7 +92,10 @@ def host(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            "--strategy", "-s", help="Repeatable.", show_default="ddp, shared weights, zero(2), ps"
+            "--strategy",
+            "-s",
+            help="Repeatable.",
+            show_default="ddp, ddp without shared weights, zero(2), ps, gossip",
         ),
     ] = None,
     optimizer: Annotated[
@@ -107,8 +110,9 @@ def host(
     from benchmarks.host import OPTIMIZERS, Way, run, table_of
 
     check_names("--optimizer", optimizer or (), OPTIMIZERS)
-    named = strategy or ["ddp", "ddp(shared_weights=True)", "zero(2)", "ps"]
-    ways = [Way("single", 1), *(Way(each, n) for n in workers or [2] for each in named)]
+    named = strategy or ["ddp", "ddp(shared_weights=False)", "zero(2)", "ps", "gossip"]
+    ways = [Way("plain loop", 1), Way("single", 1)]
+    ways += [Way(each, n) for n in workers or [2] for each in ("torch DDP", *named)]
     results = []
     for name in optimizer or OPTIMIZERS:
         results += run(ways, name, batch_size, rounds, steps)

@@ -37,10 +37,14 @@ def measure_in_workers(
 
 def options_of_worker(**types: type) -> argparse.Namespace:
     """What `measure_in_workers` has given to this process."""
+    return worker_parser(**types).parse_args()
+
+
+def worker_parser(**types: type) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     for name, kind in {**types, "result": Path}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
-    return parser.parse_args()
+    return parser
 
 
 def write_result(measure: Callable[[shoal.Job], Any], result: Path) -> None:

@@ -6,29 +6,38 @@ its steps, and the ratio is to the process alone in the same round.
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch import nn
 from torch.nn import functional as F
 
 import shoal
 from benchmarks.harness import (
     Timing,
     measure_in_workers,
-    options_of_worker,
     say,
     spread,
+    worker_parser,
     write_result,
 )
 from benchmarks.step import mlp
-from shoal.commands.launching import config_for, strategy_for
+from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
+from shoal.errors import ShoalError
+from shoal.runtime.config import RunConfig
+from shoal.runtime.memory_limit import cores
 from shoal.sync.optimizer_step import OptimizerFactory
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
@@ -37,8 +46,11 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 
 
+PEERS = ("plain loop", "torch DDP")
+
+
 class Way(NamedTuple):
-    strategy: str
+    strategy: str  # or one of PEERS
     workers: int
 
 
@@ -47,12 +59,45 @@ def measure(job: shoal.Job, optimizer: str, batch_size: int, steps: int) -> Any:
     model, _, inputs, targets = mlp(2048, batch_size)
     step = job.step(model, F.cross_entropy, optimizer=OPTIMIZERS[optimizer])
     [batch] = job.batches([(inputs, targets)])
+    return timed(lambda: step(batch), steps)
+
+
+def timed(step: Callable[[], object], steps: int) -> list[float]:
     times = []
     for _ in range(steps + 2):
         start_s = time.perf_counter()
-        step(batch)
+        step()
         times.append(1e3 * (time.perf_counter() - start_s))
     return times[2:]
+
+
+def measure_peer(rank: int, size: int, store: Path, asked: tuple[str, int, int]) -> list[float]:
+    """The same by the loop of every tutorial, without Shoal; with DistributedDataParallel."""
+    optimizer, batch_size, steps = asked
+    model, loss, inputs, targets = mlp(2048, batch_size)
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+        model = nn.parallel.DistributedDataParallel(model)
+    updates = OPTIMIZERS[optimizer](model.named_parameters())
+    mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
+
+    def step() -> None:
+        updates.zero_grad()
+        loss(model(inputs[mine]), targets[mine]).backward()  # type: ignore[no-untyped-call]
+        updates.step()
+
+    return timed(step, steps)
+
+
+def run_peers(words: list[str], workers: int, config: RunConfig) -> None:
+    """Processes that know nothing of Shoal, with an equal share of the cores each."""
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // workers))}
+    started = [
+        subprocess.Popen([*words, "--peers", f"{rank}/{workers}"], env={**os.environ, **threads})
+        for rank in range(workers)
+    ]
+    if any([process.wait() for process in started]):
+        raise ShoalError("a process of the plain loop failed")
 
 
 def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps: int) -> Any:
@@ -62,8 +107,11 @@ def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps
         for way in ways if number % 2 else reversed(ways):
             say(f"round {number + 1}: {way.strategy} on {way.workers}, {optimizer}")
             asked = {"optimizer": optimizer, "batch-size": batch_size, "steps": steps}
-            config = config_for(strategy_for(way.strategy, way.workers), device="cpu")
-            times = measure_in_workers("benchmarks.host", asked, way.workers, config)
+            is_peer = way.strategy in PEERS
+            strategy = strategy_for(None if is_peer else way.strategy, way.workers)
+            config = config_for(strategy, device="cpu")
+            start = run_peers if is_peer else run_quietly
+            times = measure_in_workers("benchmarks.host", asked, way.workers, config, start)
             found[way].append(statistics.median(times))
     alone = found[ways[0]]
     return [
@@ -89,6 +137,14 @@ def table_of(results: list[Any]) -> Table:
 
 
 if __name__ == "__main__":
-    args = options_of_worker(optimizer=str, batch_size=int, steps=int)
+    parser = worker_parser(optimizer=str, batch_size=int, steps=int)
+    parser.add_argument("--peers")
+    args = parser.parse_args()
     asked = (args.optimizer, args.batch_size, args.steps)
-    write_result(lambda job: measure(job, *asked), args.result)
+    if args.peers is None:
+        write_result(lambda job: measure(job, *asked), args.result)
+    else:
+        rank, size = map(int, args.peers.split("/"))
+        found = measure_peer(rank, size, args.result.with_suffix(".store"), asked)
+        if rank == 0:
+            args.result.write_text(json.dumps(found))

@@ -131,6 +131,15 @@ class GradBuckets:
         separate_header = 0 if self.layout.header_fits else self.header.nbytes
         return self.layout.size * self.layout.dtype.itemsize + separate_header
 
+    def runs(self) -> list[slice]:
+        """The ranges of the buffer that `tensors` stand for, bucket by bucket."""
+        ranges = self.layout.ranges
+        return [
+            run if isinstance(run, slice) else slice(ranges[run].start, ranges[run].stop)
+            for bucket, members in zip(self.buckets, self._members, strict=True)
+            for run in self._runs_of(bucket, [i for i in members if i in self._in_place])
+        ]
+
     def held(self) -> list[Tensor]:
         """The memory of gradients: the buffer, and those left where backward has put them."""
         return [self.buffer, *(self._views[i] for i in self._in_place)]

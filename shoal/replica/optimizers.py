@@ -93,3 +93,11 @@ def like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> 
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     defaults = {k: v for k, v in optimizer.defaults.items() if takes_any or k in accepted}
     return kind(groups, **defaults)
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch has one kernel for its update on a CPU, and the script has not chosen."""
+    chosen = ("fused", "foreach", "differentiable", "capturable")
+    return type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) and not any(
+        group.get(name) for group in optimizer.param_groups for name in chosen
+    )

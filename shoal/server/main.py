@@ -25,6 +25,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
 from shoal.runtime.faults import read_slow
 from shoal.runtime.files import write_atomically
+from shoal.runtime.heap import keep_freed_memory
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, server_name
@@ -87,6 +88,7 @@ def _open_server(config: RunConfig) -> Server:
 
     most_threads = config.num_threads or 1
     torch.set_num_threads(most_threads)
+    keep_freed_memory()
     secret = config.read_secret()
     if secret is None:
         raise BadInput("a server needs the secret of its run: set SHOAL_SECRET")

@@ -231,7 +231,9 @@ class Ddp(ElasticOption):
     bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
     compress: Annotated[str | None, optional(COMPRESS)] = None
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
-    shared_weights: Annotated[bool, FLAG] = False  # one copy of them, where all are on one host
+    shared_weights: Annotated[bool | None, optional(FLAG)] = (
+        None  # one copy of them a host; None: where it pays
+    )
 
     def _check_options(self) -> None:
         self.refuse_compression()

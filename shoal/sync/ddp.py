@@ -175,10 +175,11 @@ class DdpPlan(SyncPlan[Ddp]):
         buckets = ddp_buckets(replica.flat, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, buckets, self.term.compress)
-        if self.term.shared_weights and not self.term.elastic:
-            from shoal.sync.shared_weights import build_shared  # only where it is used
+        shares, named = self.term.shared_weights, self.term.algorithm != "auto"
+        if not self.term.elastic and shares is not False and (shares or not named):
+            from shoal.sync.shared_weights import build_shared
 
-            if (shared := build_shared(replica, buckets)) is not None:
+            if (shared := build_shared(replica, buckets, shares)) is not None:
                 return shared
         return DdpSync(replica, buckets, LARGE_BYTES)
 

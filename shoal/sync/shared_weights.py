@@ -1,11 +1,11 @@
 """ddp on one host with one copy of the weights, which each worker updates a slice of.
 
-    memory of the host   [ weights | gradients of rank 0 | … of rank n-1 ]
+    memory of the host   [ where gradients are | weights ]
 
-    backward   each worker's gradients, bucket by bucket, to its place there
+    backward   leaves each worker's gradients where they are, and tells where that is
     barrier    all gradients are there, and no worker reads weights any more
-    update     worker r adds up slice r of all gradients and updates slice r of the weights, with
-               an optimizer of that slice: 1/n of the state and of the time
+    update     worker r reads slice r of the gradients of all, adds them up and updates slice r of
+               the weights, with an optimizer of that slice: 1/n of the state and of the time
     barrier    all weights are new; nothing is gathered
 
 The model of a worker maps the weights privately (copy on write): what a script writes into it
@@ -21,7 +21,7 @@ import copy
 import itertools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -31,14 +31,17 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.objects import all_gather_bytes
+from shoal.errors import ShoalError
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.optimizers import PARAM_KEYS, LooksAt, like, looks_at
+from shoal.replica.optimizers import PARAM_KEYS, LooksAt, can_fuse, like, looks_at
+from shoal.replica.peer_sum import PeerSum, readable_peers
+from shoal.schedules.buffer_layout import LARGE_BYTES
 from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.optimizer_step import GradNorm
 from shoal.transport.shm import memfd
 
 _ALIGN = 16  # elements: slices begin with a cache line
-_BLOCK = 1 << 16  # elements that are added up at a time, and stay in a core's cache
+_WORTH_BYTES = 8 << 20  # of smaller models an all-reduce and n updates take as long
 _PAGE_WORD = 8  # bytes of /proc/self/pagemap
 
 
@@ -81,11 +84,12 @@ class Piece(NamedTuple):
     parameter: nn.Parameter
 
 
-def can_share(replica: Replica) -> bool:
-    """The same on all ranks."""
+def can_share(replica: Replica, wanted: bool | None) -> bool:
+    """The same on all ranks. None: where it pays."""
     flat, update = replica.flat, replica.update
     return (
         replica.is_whole
+        and (wanted or (wanted is None and flat.data.nbytes >= _WORTH_BYTES))
         and replica.group.size > 1
         and replica.copies is None
         and flat.device.type == "cpu"
@@ -97,31 +101,38 @@ def can_share(replica: Replica) -> bool:
     )
 
 
-def build_shared(replica: Replica, buckets: list[slice]) -> Sync | None:
+def build_shared(replica: Replica, buckets: list[slice], wanted: bool | None) -> Sync | None:
     """None on all ranks, where the memory of this host cannot be had or be watched."""
-    if not can_share(replica):
+    if not can_share(replica, wanted):
         return None
-    group = replica.group
-    page = mmap.PAGESIZE
-    each = -(-replica.flat.data.nbytes // page) * page
-    num_bytes = page + (1 + group.size) * each
+    flat, group = replica.flat, replica.group
     exchange = partial(all_gather_bytes, group)
+    if (pids := readable_peers(exchange, group.rank)) is None:
+        return None
+    flat.grads.watch(buckets, LARGE_BYTES)
+    page = mmap.PAGESIZE
+    start = page + _pages(8 * group.size * len(flat.grads.runs()))
+    num_bytes = start + _pages(flat.data.nbytes)
     fd = memfd.share(exchange, group.rank, num_bytes, memfd.new_generation())
     if fd is None:
         return None
     pages = None
     try:
         with suppress(OSError):
-            pages = PrivatePages(fd, page, each)
+            pages = PrivatePages(fd, start, num_bytes - start)
         able = torch.tensor(float(pages is not None and pages.can_tell))
         group.all_reduce(able, Op.MIN).wait()
         if able and pages is not None:
-            return SharedWeights(replica, buckets, memfd.map_all(fd, num_bytes), pages)
+            return SharedWeights(replica, memfd.map_all(fd, num_bytes), pages, pids)
         if pages is not None:
             pages.close()
         return None
     finally:
         os.close(fd)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SharedWeights(Sync):
@@ -131,9 +142,7 @@ class SharedWeights(Sync):
 
     traffic: StepTraffic
 
-    def __init__(
-        self, replica: Replica, buckets: list[slice], memory: mmap.mmap, pages: PrivatePages
-    ):
+    def __init__(self, replica: Replica, memory: mmap.mmap, pages: PrivatePages, pids: Tensor):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
@@ -141,20 +150,20 @@ class SharedWeights(Sync):
         self.group = self.traffic.count(flat, replica.group)
         self._pages = pages
         self._num_bytes = len(memory)
-        each = len(pages.memory)
-        starts = range(mmap.PAGESIZE, len(memory), each)
-        weights, *gradients = (_numbers(memory, flat, start) for start in starts)
-        self._weights = weights
-        self._gradients = gradients
+        runs = flat.grads.runs()
+        table = torch.frombuffer(
+            memory, dtype=torch.int64, count=len(pids) * len(runs), offset=mmap.PAGESIZE
+        )
+        self._peers = PeerSum(pids, self.group.rank, runs, table)
+        self._weights = _numbers(memory, flat, len(memory) - len(pages.memory))
         if self.group.rank == 0:
-            weights.copy_(flat.data)
+            self._weights.copy_(flat.data)
         self.group.barrier().wait()
         flat.move_to(_numbers(pages.memory, flat, 0))
-        flat.grads.watch(buckets, memory=gradients[self.group.rank])
         self._slice = _slices(flat, self.group.size)[self.group.rank]
         self._sum = torch.zeros(self._slice.stop - self._slice.start, dtype=flat.dtype)
         self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
-        self._pieces = list(_pieces_of(flat, weights, self._slice))
+        self._pieces = list(_pieces_of(flat, self._weights, self._slice))
         self._by_parameter = {id(flat.params[p.number]): p.parameter for p in self._pieces}
         self._optimizer = self._of_slice()
         self._was_written = False
@@ -175,6 +184,9 @@ class SharedWeights(Sync):
             for group in self.update.optimizer.param_groups
         ]
         made: torch.optim.Optimizer = like(self.update.optimizer, groups)
+        self._is_fused = can_fuse(self.update.optimizer)
+        for group in made.param_groups if self._is_fused else ():
+            group["fused"] = True
         return made
 
     def _over_slices(self, squares: Tensor) -> Tensor:
@@ -196,9 +208,12 @@ class SharedWeights(Sync):
 
     def collect(self) -> None:
         """The gradients of this slice, over all ranks; then a script's own values count."""
+        grads = self.flat.grads
+        self._peers.tell([each for bucket in grads.buckets for each in grads.tensors[bucket.start]])
         self.group.barrier().wait()
-        _add_up([g[: self.flat.header_size] for g in self._gradients], self._head)
-        _add_up([g[self._slice] for g in self._gradients], self._sum)
+        self._peers.learn()
+        self._add_up(slice(0, self.flat.header_size), self._head)
+        self._add_up(self._slice, self._sum)
         has_gradient = self._head[1:].tolist()
         for index, where, parameter in self._pieces:
             start = self._slice.start
@@ -210,6 +225,15 @@ class SharedWeights(Sync):
         self.traffic.steps += 1
         self.traffic.total += self._sum.nbytes * (self.group.size - 1)
 
+    def _add_up(self, where: slice, into: Tensor) -> None:
+        error, lost = self._peers.add(where, into)
+        if error:
+            self.group.barrier().wait()  # it names a worker that was lost
+            raise ShoalError(
+                f"rank {self.group.rank} cannot read the gradients of rank {lost}: "
+                f"{os.strerror(error)}; take ddp(shared_weights=False)"
+            )
+
     def loss(self, local_loss: Tensor) -> Tensor:
         return self._head[0].clone()
 
@@ -220,6 +244,8 @@ class SharedWeights(Sync):
         update.take_settings(update.steps)
         for group, of_slice in zip(whole.param_groups, self._optimizer.param_groups, strict=True):
             of_slice |= {k: v for k, v in group.items() if k not in PARAM_KEYS}
+            if self._is_fused:
+                of_slice["fused"] = True
         update.optimizer = self._optimizer
         update.params = [piece.parameter for piece in self._pieces]
         try:
@@ -320,13 +346,3 @@ def _pieces_of(flat: FlatParams, weights: Tensor, part: slice) -> Iterator[Piece
         where = slice(max(span.start, part.start), min(span.stop, part.stop))
         if where.start < where.stop:
             yield Piece(index, where, nn.Parameter(weights[where]))
-
-
-def _add_up(parts: Sequence[Tensor], into: Tensor) -> None:
-    """In the order of ranks, block by block."""
-    for start in range(0, into.numel(), _BLOCK):
-        first, second, *others = (part[start : start + _BLOCK] for part in parts)
-        target = into[start : start + _BLOCK]
-        torch.add(first, second, out=target)
-        for other in others:
-            target.add_(other)

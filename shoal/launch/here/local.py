@@ -34,6 +34,7 @@ from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, Tolerance
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import write_atomically
+from shoal.runtime.heap import HUGE_PAGES
 from shoal.runtime.memory_limit import cores, threads_of
 from shoal.runtime.parent_death import die_with
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -103,7 +104,9 @@ def launch(
     if spec.body is None:  # forks compute on one thread
         inherited = spec.config.environ.get("OMP_NUM_THREADS")
         threads = spec.threads or inherited or max(1, cores() // spec.workers)
-        spec = replace(spec, config=spec.config.with_environ(OMP_NUM_THREADS=str(threads)))
+        more = {name: spec.config.environ.get(name, text) for name, text in HUGE_PAGES.items()}
+        more["OMP_NUM_THREADS"] = str(threads)
+        spec = replace(spec, config=spec.config.with_environ(**more))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
         logs = stack.enter_context(output.LogFiles(spec.logs, spec.appends_logs))

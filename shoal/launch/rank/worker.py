@@ -31,6 +31,7 @@ from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
+from shoal.runtime.heap import keep_freed_memory
 from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
@@ -79,6 +80,7 @@ class Worker:
     def run(self, train: Train) -> Any:
         """Call `train(job)`, and return what it returns."""
         die_with_launcher(self.config.launcher_pid, self.config.environ)
+        keep_freed_memory()
         if self.report_dir is not None:
             self.report_dir.mark(self.report_dir.training(self.rank))
         with ExitStack() as stack:
