@@ -49,7 +49,7 @@ HOPPER: Mapping[str, float] = {  # of the H100, where they differ
 # 1410 MHz): attention written for the A100 gains from the latter two only
 _UNUSED = 989 / 312 / (132 * 1755 / (108 * 1410))
 _ROWS = 10  # of a table, at most, in a fit
-_ROUNDS, _AGAIN = 10, 4  # of a fit, and of one that starts at the fit to all tables
+_ROUNDS, _AGAIN = 20, 12  # of a fit at most, and of one that starts at the fit to all tables
 _LOW, _HIGH = 0.1, 0.9  # of the rows are below and above a range
 Say = Callable[[str], None]
 

@@ -196,7 +196,7 @@ def _rows(
         measured = _positive(where, columns[name], text)
         seconds = measured * unit
         if name == RATE:
-            seconds = _operations(sizes, values["batch"]) / (workers * measured * 1e12)
+            seconds = operations(sizes, values["batch"]) / (workers * measured * 1e12)
         rows.append(
             MeasuredRow(
                 line,
@@ -230,7 +230,8 @@ def _times(columns: Mapping[str, str]) -> dict[str, tuple[float, str | None, boo
     return found or {RATE: (1.0, None, False)}
 
 
-def _operations(sizes: TransformerSizes, batch: int) -> float:
+def operations(sizes: TransformerSizes, batch: int) -> float:
+    """Narayanan et al., SC'21, equation 3: with recompute."""
     s, h, layers = sizes.sequence, sizes.hidden, sizes.layers
     more = 1 + s / (6 * h) + sizes.vocab / (16 * layers * h)
     return 96.0 * batch * s * layers * h**2 * more

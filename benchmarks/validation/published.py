@@ -19,6 +19,7 @@ from benchmarks.validation.measured import (
     MeasuredRow,
     TableDefaults,
     TimedRow,
+    operations,
     read_rows,
     read_table,
 )
@@ -30,11 +31,13 @@ FP16 = Precision("fp16", 2, 2, 4, 8)
 BF16 = Precision("bf16", 2, 4, 4, 8)
 PURE_BF16 = Precision("bf16", 2, 2, 4, 8)  # gradients are sent in bf16
 GPT = TransformerSizes(96, 12288, 96)
+MEGASCALE = TransformerSizes(96, 12288, 128, vocab=64000, dropout=False)
 LLAMA = transformer_named("llama-3.1-405b").sizes
 MODELS = {
     "175B": GPT,
     "175B, no dropout": replace(GPT, dropout=False),
-    "175B, parallel": replace(GPT, dropout=False, parallel=True),
+    "MegaScale": MEGASCALE,
+    "MegaScale, parallel": replace(MEGASCALE, parallel=True),
     "530B": TransformerSizes(105, 20480, 128),
     "BLOOM": TransformerSizes(70, 14336, 112, vocab=250880),
     "NeoX": replace(
@@ -81,22 +84,22 @@ zero-3   | 530B             | zero(3)                  | 640   | 2560 | 4 | full
 zero-3   | 530B             | zero(3)                  | 1120  | 2240 | 2 | full      | 98 TFLOP/s
 zero-3   | 530B             | zero(3)                  | 2240  | 2240 | 1 | full      | 48 TFLOP/s
 dp8      | 530B             | ddp + sp(8) + pp(35 * 3) | 2240  | 2240 | 1 | selective | 39.15 s
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 256   | 768  | 1 | selective | 0.530 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 512   | 768  | 1 | selective | 0.499 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 768   | 768  | 1 | selective | 0.467 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 1024  | 768  | 1 | selective | 0.447 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 3072  | 6144 | 1 | selective | 0.487 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 6144  | 6144 | 1 | selective | 0.478 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 8192  | 6144 | 1 | selective | 0.433 MFU
-megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 12288 | 6144 | 1 | selective | 0.412 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 256 | 768 | 1 | none | 0.653 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 512 | 768 | 1 | none | 0.635 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 768 | 768 | 1 | none | 0.613 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 1024 | 768 | 1 | none | 0.590 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 3072 | 6144 | 1 | none | 0.591 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 6144 | 6144 | 1 | none | 0.573 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 8192 | 6144 | 1 | none | 0.549 MFU
-megascale own | 175B, parallel | ddp + sp(8) + pp(8 * 6) | 12288 | 6144 | 1 | none | 0.552 MFU
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 256   | 768  | 1 | selective | 40.0 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 512   | 768  | 1 | selective | 21.2 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 768   | 768  | 1 | selective | 15.2 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 1024  | 768  | 1 | selective | 11.9 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 3072  | 6144 | 1 | selective | 29.02 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 6144  | 6144 | 1 | selective | 14.78 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 8192  | 6144 | 1 | selective | 12.24 s
+megascale| MegaScale        | ddp + sp(8) + pp(8 * 6)  | 12288 | 6144 | 1 | selective | 8.57 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 256 | 768 | 1 | none | 32.0 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 512 | 768 | 1 | none | 16.5 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 768 | 768 | 1 | none | 11.5 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 1024 | 768 | 1 | none | 8.9 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 3072 | 6144 | 1 | none | 23.66 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 6144 | 6144 | 1 | none | 12.21 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 8192 | 6144 | 1 | none | 9.56 s
+megascale own | MegaScale, parallel | ddp + sp(8) + pp(8 * 6) | 12288 | 6144 | 1 | none | 6.34 s
 llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 8192  | 2048 | 1 | none | 0.43 MFU
 llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 16384 | 2048 | 1 | none | 0.41 MFU
 llama    | 405B, 128k | layers + sp(8) + cp(16) + pp(16 * 8) | 16384 | 128  | 1 | none | 0.38 MFU
@@ -184,7 +187,7 @@ _SOURCES: dict[str, tuple[RunsAs, str]] = {
     ),
     # Korthikanti et al. 2022, section 6.3: 8 replicas of the 530B model
     "dp8": (_MEGATRON_LM, "dgx-a100"),
-    # Jiang et al., NSDI 2024, table 2: the rows of Megatron-LM; 8 x 8, 6 chunks
+    # Jiang et al., NSDI 2024, tables 1 and 2: the rows of Megatron-LM; 8 x 8, 6 chunks
     "megascale": (RunsAs(precision=BF16), "dgx-a100"),
     # the same: MegaScale itself, whose sends and calls of tp run beside products. The window of its
     # attention is not said: here it sees all
@@ -230,15 +233,8 @@ _SOURCES: dict[str, tuple[RunsAs, str]] = {
 }
 
 
-def operations(sizes: TransformerSizes, batch: int, of_layer: int) -> float:
-    """Narayanan et al., SC'21, equation 3; 72 in place of 96: without recompute."""
-    s, h, layers = sizes.sequence, sizes.hidden, sizes.layers
-    more = 1 + s / (6 * h) + 6 * sizes.vocab / (of_layer * layers * h)
-    return of_layer * batch * s * layers * h**2 * more
-
-
 def llama_operations(sizes: TransformerSizes, batch: int) -> float:
-    """Causal attention is counted once."""
+    """Without recompute; causal attention is counted once."""
     per_layer = 2 * sizes.hidden * (sizes.hidden + sizes.key_heads * sizes.head_size)
     per_layer += 3 * sizes.hidden * sizes.inner
     weights = sizes.layers * per_layer + sizes.vocab * sizes.hidden
@@ -251,11 +247,8 @@ def seconds_of(speed: str, sizes: TransformerSizes, batch: int, workers: int) ->
     if unit == "s":
         return float(number)
     if unit == "TFLOP/s":
-        return operations(sizes, batch, 96) / (workers * float(number) * 1e12)
-    peak, counted = 312e12, operations(sizes, batch, 72)
-    if sizes.gated:
-        peak, counted = 989e12, llama_operations(sizes, batch)
-    return counted / (workers * float(number) * peak)
+        return operations(sizes, batch) / (workers * float(number) * 1e12)
+    return llama_operations(sizes, batch) / (workers * float(number) * 989e12)
 
 
 def _run(line: int, cells: list[str]) -> PublishedRow:

@@ -17,7 +17,7 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import Network, RankGroup
 from shoal.plan.step.layer_time import KernelModel, LayerClock
-from shoal.plan.workloads import Kernel, LayerCost, Split, parameters_of
+from shoal.plan.workloads import Kernel, LayerCost, Split, parameters_of, product
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import Line, TracedKernel, TracedLayer, TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer
@@ -217,6 +217,33 @@ def test_communication_beside_kernels_makes_them_longer() -> None:
         for on, asked in ((there, settings), (slow, settings), (slow, replace(settings, hide=())))
     )
     assert fast_s < slow_s < shown_s
+
+
+@pytest.mark.parametrize("text", ["ddp", "zero(2)", "zero(3)", "tp(8, sequence=True)"])
+@pytest.mark.parametrize(("bytes_per_s", "is_slower"), [(1e6, False), (1e11, True)])
+def test_kernels_that_end_before_what_they_hide_may_be_slower(
+    text: str, bytes_per_s: float, is_slower: bool
+) -> None:
+    """Beside a slow network computing has time; beside a fast one the step gets longer."""
+    there = cluster(bytes_per_s)
+    slow = replace(there, device=replace(GPU, overlap_cost=0.2))
+    asked = PlanSettings(8, hide=("tp",) if "tp" in text else ())
+    free_s, slow_s = (
+        Predictor(MIXTURE, on).predict(parse(text), 8, asked).step_s for on in (there, slow)
+    )
+    assert (slow_s > free_s * 1.000001) == is_slower
+
+
+@pytest.mark.parametrize(("name", "is_scaled"), [("up", True), ("scores", False)])
+def test_operands_of_fp8_products_are_scaled(name: str, is_scaled: bool) -> None:
+    """A pass over both, which reads 2 bytes a number and writes one; attention stays bf16."""
+    device = replace(GPU, peak_flops={**GPU.peak_flops, "fp8": 4e14, "bf16": 2e14})
+    (_, plain_s), (_, moved_s) = (
+        KernelModel(device, kind).busy(product(name, 4096, 1024, 2048, 2))
+        for kind in ("bf16", "fp8")
+    )
+    pass_s = 3 * 2048 * (4096 + 1024) / device.memory_bytes_per_s
+    assert moved_s - plain_s == pytest.approx(pass_s * is_scaled)
 
 
 def test_a_token_goes_once_to_each_of_its_groups_of_experts() -> None:

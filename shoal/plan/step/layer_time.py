@@ -43,7 +43,7 @@ class KernelModel:
         self.device = device
         self.dtype = dtype
         self._peak = device.flops_of(dtype)
-        self._known: dict[tuple[float, float, float, float, bool], tuple[float, float]] = {}
+        self._known: dict[tuple[float, ...], tuple[float, float]] = {}
         self._named: dict[str, tuple[float, float]] = {}  # factor and peak of a kernel
         self._timed: dict[tuple[object, ...], KernelTime] = {}
 
@@ -55,18 +55,26 @@ class KernelModel:
             peak = device.flops_of("bf16") if is_wide else self._peak
             self._named[name] = device.factor_of(name), peak
         factor, peak = self._named[name]
-        key = (kernel.flops, kernel.bytes, factor, peak, backward)
+        key = (kernel.flops, kernel.bytes, kernel.k, factor, peak, backward)
         if key not in self._known:
             curve = device.matmul_efficiency
             if backward and device.backward_matmul_efficiency is not None:
                 curve = device.backward_matmul_efficiency
-            share = device.memory_efficiency.at(max(1.0, kernel.bytes))
-            compute_s, memory_s = 0.0, factor * kernel.bytes / (device.memory_bytes_per_s * share)
+            compute_s, memory_s = 0.0, factor * self._pass_s(kernel.bytes)
             if kernel.flops:
                 compute_s = factor * kernel.flops / (peak * curve.at(kernel.flops))
             is_longer = compute_s >= memory_s and kernel.flops > 0
-            self._known[key] = (compute_s, 0.0) if is_longer else (0.0, memory_s)
+            compute_s, memory_s = (compute_s, 0.0) if is_longer else (0.0, memory_s)
+            if self.dtype == "fp8" and peak == self._peak and kernel.flops:
+                # both operands are read in bf16, scaled and written
+                operands = kernel.batch * kernel.k * (kernel.m + kernel.n)
+                memory_s += self._pass_s(3 * operands)
+            self._known[key] = compute_s, memory_s
         return self._known[key]
+
+    def _pass_s(self, num_bytes: float) -> float:
+        share = self.device.memory_efficiency.at(max(1.0, num_bytes))
+        return num_bytes / (self.device.memory_bytes_per_s * share)
 
     def time(
         self,
@@ -150,7 +158,7 @@ class LayerClock:
         self.network = network
         device = network.cluster.device
         self._kernels = KernelModel(device, workload.precision.compute)
-        # of messages beside kernels; a CPU computes or sends
+        # of a message, what kernels beside it get done; a CPU computes or sends
         self._saved = 0.0 if device.synchronous else 1 - device.overlap_cost
         self._tables: dict[tuple[Split, AxisGroups], LayerTable] = {}
 
@@ -219,7 +227,7 @@ class LayerClock:
         for axis in ("tp", "ep"):
             if axis in split.hide:
                 at = MESSAGE_AXES.index(axis)
-                saved_s = self._saved * min(messages[at].seconds, busy_s[axis])
+                saved_s = min(self._saved * messages[at].seconds, busy_s[axis])
                 messages[at] = messages[at]._replace(seconds=messages[at].seconds - saved_s)
         return saved_s if "ep" in split.hide else 0.0
 
@@ -231,16 +239,16 @@ class LayerClock:
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
-            left_s = took.seconds - self._saved * self._hidden_s(message, groups)
+            left_s = took.seconds - self._hidden_s(message, groups)
             if groups[axis].size > 1 and device.synchronous:
                 left_s += device.meet_s  # CPU workers, which have computed, wait for each other
             spent[axis] = CollectiveTime(spent[axis].seconds + left_s, took.bound)
         return spent
 
     def _hidden_s(self, message: LayerMessage, groups: AxisGroups) -> float:
-        """What computing hides: all rounds of a ring but the last one send meanwhile.
+        """The computing beside a message: all rounds of a ring but the last one send meanwhile.
 
-        Launches hide nothing: the host launches messages, too.
+        The message slows it down. Launches hide nothing: the host launches messages, too.
         """
         if not message.beside or not self._saved:
             return 0.0
@@ -248,7 +256,7 @@ class LayerClock:
         took = self.network.collective(message.kind, group, message.bytes)
         busy_s = self.network.cluster.device.forward_pace * self._kernels.busy_s(message.beside)
         beside_s = busy_s * (group.size - 1) / group.size
-        return min(took.seconds, beside_s)
+        return min(self._saved * took.seconds, beside_s)
 
 
 def _sum_s(messages: Iterable[CollectiveTime], hide: tuple[str, ...] = ()) -> float:

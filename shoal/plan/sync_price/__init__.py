@@ -275,19 +275,23 @@ class SyncQuestion:
     def exposed_buckets(self, times: BucketTimes, gathering_s: float = 0.0) -> tuple[float, str]:
         """Seconds that are left of the last micro-batch's reduction, and what bounds it.
 
-        So much of backward hides the gathering of weights instead.
+        Weights are gathered beside backward, too, and first.
         """
         all_s, last, first, elements, bound = times
-        hidden = max(0.0, self.backward_s - gathering_s) * self.idle_share
-        first_ready_s = hidden * first / max(1.0, elements)
-        queue_s = first_ready_s + all_s - hidden
-        if queue_s <= last.seconds:
-            return self.beside_s(all_s, min(last.seconds, all_s)), last.bound
-        return self.beside_s(all_s, min(queue_s, all_s)), bound
+        gathering_s *= 1 - self.device.overlap_cost
+        hiding_s = max(0.0, self.backward_s - gathering_s) * self.idle_share
+        hiding_s *= 1 - first / max(1.0, elements)  # the first bucket is ready after its share
+        left_s = self.beside_s(all_s, last.seconds, hiding_s)
+        return left_s, last.bound if all_s - hiding_s <= last.seconds else bound
 
-    def beside_s(self, all_s: float, left_s: float) -> float:
-        """What kernels do not hide of a communication, and what the rest makes them longer."""
-        return left_s + self.device.overlap_cost * (all_s - left_s)
+    def beside_s(self, all_s: float, alone_s: float, hiding_s: float) -> float:
+        """What communication adds to kernels that hide it, all but the call that is alone.
+
+        It makes them longer; where they end before it, it is waited for all the same.
+        """
+        alone_s = min(alone_s, all_s)
+        rest_s = all_s - alone_s
+        return alone_s + max(self.device.overlap_cost * rest_s, rest_s - hiding_s)
 
     def buckets_in_turn(self, buckets: Sequence[Buckets], timer: Timer) -> tuple[float, str]:
         """Seconds of a reduction that begins after backward; workers meet in its first call."""

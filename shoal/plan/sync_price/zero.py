@@ -157,9 +157,8 @@ def _gathered(question: SyncQuestion) -> Part:
     forward_s = question.compute_s / question.microbatches - question.backward_s
     forward_s = max(0.0, forward_s) * backward_s / whole_s
     again_s = _IN_BACKWARD[question.zero3_of] * took.seconds
-    left_s = max(took.seconds - forward_s, first.seconds) + max(again_s - backward_s, first.seconds)
-    all_s = took.seconds + again_s
-    seconds = question.beside_s(all_s, min(left_s, all_s))
+    seconds = question.beside_s(took.seconds, first.seconds, forward_s)
+    seconds += question.beside_s(again_s, first.seconds, backward_s)
     return Part("weights", question.microbatches * seconds, took.bound)
 
 
