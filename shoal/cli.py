@@ -16,7 +16,13 @@ from shoal.errors import BadInput, ShoalError, WorkersFailed
 
 # the usage error of click, which newer versions of typer include
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
-_ITS_WORDS = ("Input should be greater than or equal to", "it has to be at least")  # of pydantic
+_ITS_WORDS = {  # of pydantic
+    "Input should be greater than or equal to": "it has to be at least",
+    "Input should be less than or equal to": "it has to be at most",
+    "Input should be a valid integer, unable to parse string as an integer": "it has to be a whole "
+    "number",
+    "Input should be a valid number, unable to parse string as a number": "it has to be a number",
+}
 
 # by name, in the order of the help: a module of shoal/commands/, and its function or Typer. Only
 # the module of the command that is given is loaded: all of them take half a second.
@@ -130,5 +136,7 @@ def _usage_message(error: typer.BadParameter) -> str:
         message += "; options of the script stand behind it" if has_script else ""
     if "\n" in message:  # a command without arguments prints its help
         return message
-    message = message.rstrip(".").replace(*_ITS_WORDS)
+    message = message.rstrip(".")
+    for its, ours in _ITS_WORDS.items():
+        message = message.replace(its, ours)
     return f"shoal: {message}" + (f" (see {error.ctx.command_path} --help)" if error.ctx else "")

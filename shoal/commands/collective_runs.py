@@ -263,7 +263,9 @@ def _kind_tables(what: str, found: Mapping[int, Mapping[str, Price]]) -> Iterabl
         yield plain_table(f"time of {what}", heads, [*rows, ["redundant", *redundant, ""]], left=1)
     grows = {name: one.time_s / (found[counts[0]][name].time_s or 1) for name, one in last.items()}
     yield f"\ntime on {counts[-1]:,} ranks against {counts[0]:,} (the bars grow by factors):"
-    yield from bars(grows, lambda times: f"{times:,.3g} times", is_log=True)
+    yield from bars(
+        grows, lambda n: f"{n:,.0f} times" if n >= 100 else f"{n:.3g} times", is_log=True
+    )
 
 
 def write_chart(file: Path, title: str, lines: Mapping[str, Any]) -> None:

@@ -342,7 +342,8 @@ def _short(layers: Sequence[str]) -> str:
 def _table_of_held(title: str, held: Sequence[Mapping[str, Any]], servers: list[int]) -> Table:
     places = list(held[0]["axes"])
     is_sharded = any(one["updates"] != one["layers"] for one in held)
-    key, head = ("updates", "layers that it updates") if is_sharded else ("layers", "layers")
+    key = "updates" if is_sharded else "layers"
+    head = "layers that it updates" if is_sharded else "layers with\nparameters"
     rows = []
     for one in held[:_MOST_WORKERS]:
         words = map(str, (one["worker"], *one["axes"].values(), _short(one[key]), one["samples"]))
@@ -351,7 +352,7 @@ def _table_of_held(title: str, held: Sequence[Mapping[str, Any]], servers: list[
         rows.append([f"{len(held) - _MOST_WORKERS} more", *[""] * (len(places) + 4)])
     blank = [""] * (len(places) + 2)
     rows += [[f"server {n}", *blank, show_bytes(size), ""] for n, size in enumerate(servers)]
-    heads = ["", *places, head, "samples", "params", "optimizer"]
+    heads = ["worker", *places, head, "samples", "params", "optimizer"]
     return plain_table(f"who holds what: {title}", heads, rows, left=len(places) + 3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -348,5 +349,8 @@ def traced(config: RunConfig, files: Sequence[Path], timeline: bool = False) -> 
             from shoal.observe.timeline import select
 
             shown += ["", *parts(select(spans))]
-        shown += [write_chrome(spans, file) for file in files]
+        for file in files:
+            shown.append(write_chrome(spans, file))
+            if file.name == RECORDED_TRACE and (file.parent / RECORDED_REPORT).is_file():
+                shown.append(f"page: shoal report {shlex.quote(str(file.parent))}")
         show(None, shown, as_json=False)

@@ -55,6 +55,8 @@ class LiveSender:
 
     def look(self, job: Job) -> None:
         self._first_step = job.steps if self._first_step is None else self._first_step
+        if self._looks and job.steps > self._looks[0].steps == self._first_step:
+            self._looks.clear()  # the first step has start-up costs: measure from its end
         waits = is_waiting(self._watched)
         self._looks.append(_Look(time.monotonic(), job.steps, job._throughput.samples, waits))
 

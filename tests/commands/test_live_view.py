@@ -104,7 +104,10 @@ def test_what_a_worker_sends() -> None:
     live = LiveSender(3, lambda record: None)
     live.look(job)
     assert (live.record()["rank"], live.record()["state"]) == (3, "starting")
-    job.steps, job._throughput.samples = 110, 3520.0
+    job.steps = 101  # what was before its end counts for no speed
+    live.look(job)
+    assert (live.record()["steps_per_s"], live.record()["state"]) == (0, "training")
+    job.steps, job._throughput.samples = 110, 3488.0
     with waiting("rank 3", "rank 1", "PULL"):
         live.look(job)
     found = live.record()
