@@ -40,6 +40,8 @@ settings.register_profile(
 settings.register_profile("shoal-whole", settings.get_profile("shoal"), max_examples=300)
 settings.load_profile("shoal")
 
+# what a fork of the zygote starts is a fork of it already; SHOAL_START_METHOD=fork tests templates
+os.environ.setdefault("SHOAL_START_METHOD", "spawn")
 os.environ.pop("COLUMNS", None)  # of a test process: tables are those of no terminal
 
 

@@ -162,14 +162,12 @@ def _built(kind: str, name: str, ranks: int, root: int = 0) -> Any:
 def _in_processes(plan: Mapping[str, Any], processes: int) -> list[Any]:
     """What each of so many processes has found, started as training starts workers."""
     from shoal.commands.launching import config_for, run_quietly, strategy_for
-    from shoal.launch.here.python_fork import can_fork, load
 
     with scratch_folder("collective") as folder:
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         command = [sys.executable, "-m", "shoal.commands.collective_worker", str(folder)]
-        load(command)
         config = config_for(strategy_for(None, processes), device="cpu")
-        run_quietly(command, processes, config, forks=can_fork(command))
+        run_quietly(command, processes, config)
         files = [folder / f"{rank}.json" for rank in range(processes)]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 

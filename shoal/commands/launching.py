@@ -24,6 +24,7 @@ from shoal.launch.here.checkpoint_option import (
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.here.process_config import replication_of
+from shoal.launch.here.template import Template
 from shoal.launch.hosts.machines import Machines
 from shoal.launch.losses.lost_workers import RunResult, run_report, taking_back, tolerance_of
 from shoal.runtime.config import RunConfig, set_default_variables
@@ -99,6 +100,7 @@ class WorkersOptions:
     plain: options.Plain = False
     restart: options.Restart = None
     start: options.Start = None
+    start_method: options.StartMethod = None
     elastic: options.Elastic = None
     server_checkpoint: options.ServerCheckpoint = None
 
@@ -171,6 +173,7 @@ class WorkersOptions:
             grace_s=self.grace or config.grace_s,
             restarts=config.restarts if self.restart is None else self.restart,
             start=self.start or config.start,
+            start_method=self.start_method or config.start_method,
             min_workers=int((self.elastic or "0").partition(":")[0]) or config.min_workers,
             wait=replace(config.wait, limit_s=self.timeout or config.wait.limit_s),
             jsonl=_emptied(self.jsonl) or config.jsonl,
@@ -297,12 +300,12 @@ def run_quietly(
     command: Sequence[str],
     workers: int,
     config: RunConfig,
-    forks: bool = False,
+    template: Template | None = None,
     on: str | None = None,
 ) -> None:
     """Run workers without showing their output; a failure is raised with its report."""
     config = replace(config, grace_s=NO_GRACE_S)
-    _launch(LaunchSpec(command, workers, config, forks=forks), discard_lines, on=on)
+    _launch(LaunchSpec(command, workers, config, template=template), discard_lines, on=on)
 
 
 def _launch(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -115,6 +115,14 @@ Start = Annotated[
         min=1,
         help="Start so many of the workers now; `shoal join` starts the others, one at a time.",
         show_default="all",
+    ),
+]
+StartMethod = Annotated[
+    Literal["fork", "spawn"] | None,
+    typer.Option(
+        help="How workers of this host start: as forks of one process that has imported torch for "
+        "all of them, or each as a new Python process.",
+        show_default="fork",
     ),
 ]
 Elastic = Annotated[

@@ -14,7 +14,8 @@ import typer
 from shoal.commands import launching, options
 from shoal.commands.output import show
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.here.python_fork import can_fork, load
+from shoal.launch.here.local import template_of
+from shoal.launch.here.template import Template
 from shoal.runtime.config import CaptureConfig, RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
@@ -41,13 +42,10 @@ class ScriptRuns:
     quiet: bool
     on: str | None = None
     count: int = 0
-    forks: bool = False
+    template: Template | None = None
 
     def alone(self) -> CapturedRun:
         """BadInput where it gives nothing that several workers could be compared with."""
-        if self.on is None:  # all runs in forks or none: Python orders sets by a seed of a process
-            load(self.command)
-            self.forks = can_fork(self.command)
         run = self.capture("alone", 1, early=DOUBLE_STEPS)
         if run.not_finite is not None:
             raise BadInput(
@@ -71,7 +69,7 @@ class ScriptRuns:
         folder.mkdir()
         config = replace(self.configs[workers > 1], capture=CaptureConfig(folder, steps, **options))
         on = self.on if workers > 1 else None
-        launching.run_quietly(self.command, workers, config, self.forks, on)
+        launching.run_quietly(self.command, workers, config, self.template, on)
         launching.check_trained(folder / "capture.json")
         run = CapturedRun.read(folder)
         if not run.losses:
@@ -151,8 +149,8 @@ def verify(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
     configs = [launching.config_for(one, seed, device) for one in (value.reference, value)]
-    with scratch_folder("verify") as folder:
-        runs = ScriptRuns(command, configs, workers, steps, folder, quiet=as_json, on=on)
+    with scratch_folder("verify") as folder, template_of(command, configs[1], True) as template:
+        runs = ScriptRuns(command, configs, workers, steps, folder, as_json, on, template=template)
         alone = runs.alone()
         together = runs.together()
         verdict = _judged(runs, alone, together)

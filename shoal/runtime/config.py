@@ -36,6 +36,7 @@ from shoal.runtime.variable_text import (
     SECONDS,
     SECRET,
     SERVERS,
+    START_METHOD,
     TEXT,
     WORDS,
     parse_count,
@@ -181,6 +182,7 @@ class RunConfig:
 
     restarts: int | None = variable("SHOAL_RESTART", COUNT)  # `shoal run --restart`
     start: int | None = variable("SHOAL_START", POSITIVE)  # workers at first; others come later
+    start_method: str = variable("SHOAL_START_METHOD", START_METHOD, "fork")  # of workers
     min_workers: int = variable("SHOAL_MIN_WORKERS", POSITIVE, 1)  # with fewer the run ends
     incarnation: int = variable("SHOAL_INCARNATION", COUNT, 0)  # starts of this worker before this
 
@@ -289,10 +291,12 @@ def set_default_variables(**variables: str) -> None:
         os.environ.setdefault(name, text)
 
 
-def replace_environment(environ: Mapping[str, str]) -> None:
-    """This process is one that was started with these variables, and no others."""
+def replace_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """This process is one that was started with these variables, and no others; those before."""
+    before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
+    return before
 
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch takes both from the environment only

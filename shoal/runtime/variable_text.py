@@ -100,6 +100,12 @@ def _beginning(*beginnings: str) -> Codec:
     return Codec(read, str)
 
 
+def _read_start_method(name: str, text: str) -> str:
+    if text not in ("fork", "spawn"):
+        raise BadInput(f"{name} is {text!r}: use fork or spawn")
+    return text
+
+
 TEXT = Codec(lambda name, text: text, str)
 PATH = Codec(lambda name, text: Path(text), str)
 INTEGER = Codec(_read_integer, str)
@@ -109,6 +115,7 @@ SECONDS = Codec(_read_seconds, repr)
 LEASE = Codec(_read_lease, repr)
 FLAG = Codec(_read_flag, lambda flag: str(int(flag)))
 WORDS = Codec(_read_words, ",".join)
+START_METHOD = Codec(_read_start_method, str)
 SERVERS = Codec(_read_servers, _write_servers)  # how many, or their addresses
 RENDEZVOUS = _beginning("file:///", "tcp://", "env://")
 COORDINATOR = _beginning("etcd://", "etcds://", "unix:", "tcp:")  # etcds: TLS

@@ -34,6 +34,7 @@ VALUES: dict[Codec, st.SearchStrategy[Any]] = {
     codecs.FLAG: st.booleans(),
     codecs.WORDS: st.lists(word, max_size=3).map(tuple),
     codecs.SERVERS: count | st.lists(word, min_size=1, max_size=3).map(tuple),
+    codecs.START_METHOD: st.sampled_from(["fork", "spawn"]),
     codecs.RENDEZVOUS: st.sampled_from(["file:///tmp/store", "tcp://[::1]:7", "env://"]),
     codecs.COORDINATOR: st.sampled_from(["unix:/tmp/c", "etcd://a:1,b:2"]),
     codecs.RUN_DIR: run_dirs,

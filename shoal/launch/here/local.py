@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replic
 from shoal.launch.here.processes import Processes
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
+from shoal.launch.here.template import Template
 from shoal.launch.here.watches import kept_memory, noticing_stopped, start_notice
 from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
@@ -58,7 +59,7 @@ class LaunchSpec:
     server_command: Sequence[str] = SERVER_COMMAND
     tolerance: Tolerance | None = None
     threads: int | None = None
-    forks: bool = False  # of this process, which has loaded torch
+    template: Template | None = None  # of workers, where there is one already
     replication: Replication = SINGLE_COPY
     logs: Path | None = None  # a folder for the output of every process
     appends_logs: bool = False  # this run continues one that was lost
@@ -109,6 +110,11 @@ def launch(
         spec = replace(spec, config=spec.config.with_environ(**more))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
+        if spec.template is None and spec.body is None and spec.workers > 1:
+            kept = spec.config.takes_back
+            spec = replace(
+                spec, template=stack.enter_context(template_of(spec.command, spec.config, kept))
+            )
         logs = stack.enter_context(output.LogFiles(spec.logs, spec.appends_logs))
         signals = SignalEvents(events.put)
         stack.enter_context(nullcontext() if spec.body else signals)
@@ -119,6 +125,16 @@ def launch(
         if spec.body is not None and supervisor.failed and run_dir.preempted.exists():
             raise ShoalError(f"the run {name} was stopped by shoal stop")
         return supervisor.result(spec.workers, signals, write)
+
+
+def template_of(
+    command: Sequence[str], config: RunConfig, is_kept: bool
+) -> AbstractContextManager[Template | None]:
+    """A process that has loaded what workers of this command need; None where they are spawned."""
+    is_python = command[0] == sys.executable and len(command) > 1
+    if sys.platform != "linux" or config.start_method != "fork" or not is_python:
+        return nullcontext()
+    return Template(command, _of_worker(config), is_kept)
 
 
 @dataclass(frozen=True)
@@ -251,7 +267,9 @@ class LocalServers(Processes):
     def __init__(
         self, run: Run, pump: output.OutputPump, coordinator: RunCoordinator, policy: ServerPolicy
     ):
-        super().__init__(run.events.put, "server", run.spec.forks)
+        template = run.spec.template
+        loaded = template if template is not None and template.has_forked else None
+        super().__init__(run.events.put, "server", loaded)
         self._run = run
         self._pump = pump
         self._coordinator = coordinator
@@ -283,7 +301,7 @@ class LocalWorkers(Processes):
     """The workers of a run on this host: copies of its command, or forks of this process."""
 
     def __init__(self, run: Run, pump: output.OutputPump, on_progress: output.OnProgress | None):
-        super().__init__(run.events.put, forks=run.spec.forks)
+        super().__init__(run.events.put, template=run.spec.template)
         self._run = run
         self._pump = pump
         self._on_progress = on_progress
@@ -296,6 +314,8 @@ class LocalWorkers(Processes):
             policy.note_absent(rank)
         for rank in range(spec.started):
             self._start_worker(rank)
+        if spec.template is not None:
+            spec.template.have_started()
 
     def start_again(self, rank: int) -> None:
         self._start_worker(rank, self._run.run_dir.incarnation(rank))
@@ -306,18 +326,21 @@ class LocalWorkers(Processes):
         if spec.body is not None:
             self.fork(_in_fork, spec.body, config, run.run_dir, os.getpid())
             return
-        with self._pump.progress_pipe(self._on_progress) as pipe:
-            config = replace(
-                config, launcher_pid=os.getpid(), progress_fd=pipe, incarnation=incarnation
-            )
-            # the same order of a set of words on every worker
-            hash_seed = config.environ.get("PYTHONHASHSEED", "0")
-            config = config.with_environ(PYTHONUNBUFFERED="1", PYTHONHASHSEED=hash_seed)
-            inherited = () if pipe is None else (pipe,)
-            again = rank if incarnation else None
-            pipes = self.start(spec.command, config.to_environment(), inherited, again)
+        pipe = self._pump.progress_pipe(self._on_progress)
+        config = replace(
+            config, launcher_pid=os.getpid(), progress_fd=pipe, incarnation=incarnation
+        )
+        inherited = () if pipe is None else (pipe,)
+        again = rank if incarnation else None
+        pipes = self.start(spec.command, _of_worker(config), inherited, again)
         prefix = f"[{rank}] " if spec.workers > 1 else ""
         self.stderr[rank] = self._pump.connect(pipes, run.streams(prefix, "rank", rank))
+
+
+def _of_worker(config: RunConfig) -> dict[str, str]:
+    """Its environment: with the same order of a set of words on every worker."""
+    hash_seed = config.environ.get("PYTHONHASHSEED", "0")
+    return config.with_environ(PYTHONUNBUFFERED="1", PYTHONHASHSEED=hash_seed).to_environment()
 
 
 def _in_fork(

@@ -11,8 +11,8 @@ import selectors
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -241,18 +241,13 @@ class OutputPump(AbstractContextManager["OutputPump"]):
         os.close(pipe)
         self.sink.call(sink.close)
 
-    @contextmanager
-    def progress_pipe(self, on_progress: OnProgress | None) -> Iterator[int | None]:
-        """A worker's end, open while the worker is started; None where progress is not shown."""
+    def progress_pipe(self, on_progress: OnProgress | None) -> int | None:
+        """A worker's end, for the worker to take; None where progress is not shown."""
         if on_progress is None:
-            yield None
-            return
+            return None
         pipe, worker_end = os.pipe()
         self.add(pipe, progress_lines(on_progress))
-        try:
-            yield worker_end
-        finally:
-            os.close(worker_end)
+        return worker_end
 
 
 def _decode(data: bytes) -> str:

@@ -3,6 +3,8 @@
 Each process leads a session of its own, so Ctrl-C in the terminal reaches the launcher alone.
 A signal to the process group also reaches its children, such as data loaders.
 
+Workers are forks of a template where there is one, else new processes (see template.py).
+
 A thread for each process waits for its exit. The process stays unreaped until the block ends:
 while the zombie exists, the system gives the number of its process group to no other process.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +23,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
-from shoal.launch.here.python_fork import Fork, can_fork, fork_function, fork_python
+from shoal.launch.here.python_fork import Fork, fork_function
+from shoal.launch.here.template import Forked, Template, close_all
 from shoal.runtime.parent_death import in_child
 
 Role = Literal["worker", "server"]
@@ -36,7 +40,7 @@ class ProcessExit(NamedTuple):
     role: Role = "worker"
 
 
-Process = subprocess.Popen[bytes] | Fork
+Process = subprocess.Popen[bytes] | Fork | Forked
 _Processes = TypeVar("_Processes", bound="Processes")
 
 
@@ -44,12 +48,15 @@ class Processes:
     """Use as a block: at its end every process and the rest of its group are killed."""
 
     def __init__(
-        self, on_exit: Callable[[ProcessExit], None], role: Role = "worker", forks: bool = False
+        self,
+        on_exit: Callable[[ProcessExit], None],
+        role: Role = "worker",
+        template: Template | None = None,
     ):
-        """With `forks`, Python programs are forks of this process, where it can be forked."""
+        """With a template, Python programs are forks of it."""
         self._on_exit = on_exit
         self._role = role
-        self._forks = forks
+        self._template = template
         self._processes: list[Process] = []
         self._ranks: list[int] = []
         self._is_watched = False
@@ -78,32 +85,35 @@ class Processes:
     ) -> tuple[int, int]:
         """Start the next process; returns the pipes of its stdout and stderr.
 
-        `inherited` are descriptors that the process keeps open. `rank`: start this one again.
+        `inherited` are descriptors that are handed over: the process keeps them open, and here they
+        are closed. `rank`: start this one again.
         """
         out, out_end = os.pipe()
         err, err_end = os.pipe()
+        given = (out_end, err_end, *inherited)
+
+        def spawn() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=err_end,
+                pass_fds=inherited,
+                start_new_session=True,
+                preexec_fn=in_child(os.getpid()),
+            )
+
         process: Process
         try:
-            if self._forks and not self._is_watched and can_fork(command):
-                process = fork_python(command, env, (out_end, err_end), inherited)
+            if self._template is not None and command[0] == sys.executable:
+                process = self._template.fork(command, env, given, spawn)
             else:
-                process = subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out_end,
-                    stderr=err_end,
-                    pass_fds=inherited,
-                    start_new_session=True,
-                    preexec_fn=in_child(os.getpid()),
-                )
+                process = spawn()
+                close_all(given)
         except OSError as error:
-            os.close(out)
-            os.close(err)
+            close_all((out, err, *given))
             raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
-        finally:
-            os.close(out_end)
-            os.close(err_end)
         self._add(process, rank)
         return out, err
 
@@ -138,7 +148,7 @@ class Processes:
         return [
             (rank, process.pid)
             for rank, process in zip(list(self._ranks), list(self._processes), strict=False)
-            if process.returncode is None
+            if process.returncode is None and _is_there(process)
         ]
 
     def host_of(self, rank: int) -> str:
@@ -151,7 +161,7 @@ class Processes:
     def signal_alone(self, number: signal.Signals) -> None:
         """Send it to the processes themselves: their data loaders go on."""
         for process in self._processes:
-            if process.returncode is None:
+            if process.returncode is None and not _is_canceled(process, number):
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
@@ -169,12 +179,26 @@ class Processes:
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
-    if process.returncode is None:  # unreaped: the process group is still ours
+    # unreaped: the process group is still ours
+    if process.returncode is None and not _is_canceled(process, number):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
 
 
+def _is_there(process: Process) -> bool:
+    return not isinstance(process, Forked) or process.is_there
+
+
+def _is_canceled(process: Process, number: int) -> bool:
+    """A fork that is not there yet never will be."""
+    return isinstance(process, Forked) and process.cancel(number)
+
+
 def _wait_unreaped(process: Process) -> int:
+    if isinstance(process, Forked):
+        process = process.awaited()
+    if process.returncode is not None:
+        return process.returncode
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.wait()
     end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

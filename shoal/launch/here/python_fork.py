@@ -5,15 +5,17 @@ and `python -m MODULE ARGS` do: it has its own session, environment, streams, pa
 signal handlers and functions to call at exit; nothing of a script has run in it; and generators of
 random numbers are in the state in which a new interpreter has them.
 
+    has_use        whether a script would gain by it: it names torch, and leaves its environment
     load           torch, and what the script imports, as far as it is installed
     can_fork       not with a second thread, nor where a file of the script shadows a loaded module
-    fork_python    Fork, which is waited for as a Popen
+    be_python      in the fork
 """
 
 from __future__ import annotations
 
 import ast
 import atexit
+import builtins
 import gc
 import importlib
 import importlib.util
@@ -22,16 +24,15 @@ import os
 import runpy
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -39,7 +40,6 @@ from typing import Any, NoReturn
 from shoal.runtime.config import replace_environment
 from shoal.runtime.decoders import parse_module
 from shoal.runtime.launched_worker import refuse_plain_training, seed_launched_worker
-from shoal.runtime.parent_death import in_child
 
 _TORCH = ("torch", "torch._dynamo", "torch.distributed", "safetensors.torch")
 _NOT_LOADED = ("shoal", "triton")  # they seed, or start processes
@@ -47,6 +47,8 @@ _NO_SOURCE = (".pyc", ".pyz", ".zip")
 _TASKS = Path("/proc/self/task")
 _fork_safe = 0  # threads that end before a fork: those of numpy's OpenBLAS, which sees to it
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_BESIDE_GPUS = {"torch", "numpy", *sys.stdlib_module_names}
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Fork:
@@ -70,57 +72,94 @@ class Fork:
         return self.returncode
 
 
-def load(command: Sequence[str]) -> None:
-    """Import torch and what the script names, silently."""
+def has_use(command: Sequence[str]) -> bool:
+    """Whether the program can be read, uses torch, and sets no variables that torch may read."""
+    source, tree = _source_of(command)
+    return ("torch" in source or "shoal" in source) and not any(
+        map(_sets_variables, ast.walk(tree))
+    )
+
+
+def _source_of(command: Sequence[str]) -> tuple[str, ast.Module]:
+    """Of the script, module or text that is run; empty where there is none."""
+    try:
+        source = command[2] if command[1] == "-c" else _file_of(command).read_text()
+        return source, parse_module(source)
+    except (OSError, ValueError, SyntaxError, ImportError, IndexError):
+        return "", ast.Module([], [])
+
+
+def _file_of(command: Sequence[str]) -> Path:
+    """Without importing the package of a module, which is for the worker to do."""
+    if command[1] != "-m":
+        return Path(command[1])
+    top, *others = command[2].split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not others:
+        return Path((spec and spec.origin) or "")
+    file = Path((spec.submodule_search_locations or [""])[0], *others)
+    return file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
+
+
+def _sets_variables(node: ast.AST) -> bool:
+    """Whether this is `os.environ["…"] = …`, `os.environ.update(…)` or the like."""
+    if isinstance(node, ast.Subscript):
+        return not isinstance(node.ctx, ast.Load) and ast.unparse(node.value).endswith("environ")
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    on, method = ast.unparse(node.func.value), node.func.attr
+    return method in ("putenv", "unsetenv") or (
+        on.endswith("environ") and method in ("setdefault", "update", "pop", "clear")
+    )
+
+
+def load(command: Sequence[str]) -> bool:
+    """Import torch and what the script names; whether this process may be forked then.
+
+    A module that opens a device, a file or a socket, or starts a thread, leaves it in a state that
+    forks cannot use.
+    """
     global _fork_safe
-    with _silent():
-        if not _fork_safe:
-            importlib.import_module("numpy")
-            _fork_safe = _threads()
-        for name in (*_TORCH, "shoal.launch.rank.run", *imports_of(command)):
-            with suppress(Exception):  # the script will report it, if it needs the module
-                importlib.import_module(name)
-        sys.modules["torch"].set_num_threads(1)  # a fork has no use for a pool of its parent
+    before = os.listdir("/proc/self/fd")
+    importlib.import_module("numpy")
+    _fork_safe = _threads()
+    for name in (*_TORCH, "shoal.launch.rank.run", *imports_of(command)):
+        with suppress(Exception):  # the script will report it, if it needs the module
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays, and forks need not look through it
+    return can_fork(command) and os.listdir("/proc/self/fd") == before
 
 
 def imports_of(command: Sequence[str]) -> list[str]:
-    """The installed modules that the script imports.
+    """The installed modules that the program imports.
 
-    None where it uses its environment, which modules may look at, and beside a GPU: a module that
-    looks for one leaves it in a state that forks cannot use.
+    Beside a GPU those of torch and of Python's library alone: others may look for it.
     """
-    try:
-        spec = importlib.util.find_spec(command[2]) if command[1] == "-m" else None
-        source = Path((spec.origin if spec else None) or command[1]).read_text()
-        tree = parse_module(source)
-    except (OSError, ValueError, SyntaxError, ImportError, IndexError):
-        return []
-    if "environ" in source or any(Path(gpu).exists() for gpu in _GPUS):
-        return []
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(_source_of(command)[1]):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return [name for name in names if _is_installed(name.partition(".")[0])]
+    beside_gpu = any(Path(gpu).exists() for gpu in _GPUS)
+    tops = {name.partition(".")[0] for name in names}
+    taken = {top for top in tops if not beside_gpu or top in _BESIDE_GPUS}
+    installed = {top for top in taken if _is_installed(top)}
+    return [name for name in names if name.partition(".")[0] in installed]
 
 
 def _is_installed(package: str) -> bool:
     """Of the library, or of packages; a script's own files stay its own."""
-    folders = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    if package in sys.stdlib_module_names:
+        return True
     spec = importlib.util.find_spec(package)
-    return (
-        package not in _NOT_LOADED and spec is not None and (spec.origin or "").startswith(folders)
-    )
+    parts = Path((spec and spec.origin) or "").parts
+    return package not in _NOT_LOADED and not {"site-packages", "dist-packages"}.isdisjoint(parts)
 
 
 def can_fork(command: Sequence[str]) -> bool:
     """Whether a fork of this process would do what a new one does."""
-    if sys.platform != "linux" or len(command) < 2 or command[0] != sys.executable:
-        return False
     if command[1].endswith(_NO_SOURCE):
         return False
     return _threads() <= max(1, _fork_safe) and not _shadows(command)
@@ -141,22 +180,6 @@ def _shadows(command: Sequence[str]) -> bool:
         if is_module and file is not None and not Path(file).resolve().is_relative_to(folder):
             return True
     return False
-
-
-def fork_python(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    streams: tuple[int, int],
-    inherited: Sequence[int],
-) -> Fork:
-    """Start a Python program; `streams` become its stdout and stderr."""
-    die_with_parent = in_child(os.getpid()) or (lambda: None)
-
-    def child() -> NoReturn:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        be_python(command[1:], env, (nothing, *streams), inherited, die_with_parent)
-
-    return _fork(child)
 
 
 def fork_function(body: Callable[..., None], *args: Any) -> Fork:
@@ -196,7 +219,7 @@ def be_python(
     env: Mapping[str, str],
     streams: Sequence[int],
     inherited: Sequence[int],
-    before: Callable[[], None],
+    before: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """In a fork: be `python ARGS`, with these standard streams.
 
@@ -220,7 +243,7 @@ def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Seque
         if int(name) not in {0, 1, 2, *inherited}:
             with suppress(OSError):  # the descriptor of the listing
                 os.close(int(name))
-    replace_environment(env)
+    before = replace_environment(env)
     tempfile.tempdir = None  # TMPDIR may be another one
     _open_streams("PYTHONUNBUFFERED" in env)
     _reset_signals()
@@ -228,7 +251,8 @@ def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Seque
     sys.excepthook = sys.__excepthook__
     torch: Any = sys.modules["torch"]
     threads, _, _ = env.get("OMP_NUM_THREADS", "").partition(",")
-    if threads.isdigit():
+    has_read = all(env.get(name) == before.get(name) for name in _THREADS)  # when it was loaded
+    if not has_read and threads.isdigit():
         torch.set_num_threads(int(threads))
     torch.default_generator.seed()  # by chance; `random` sees to it itself
     if "numpy" in sys.modules:
@@ -266,7 +290,8 @@ def _open_streams(unbuffered: bool) -> None:
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         before = getattr(sys, f"__{name}__")
-        encoding = before.encoding if before is not None else "utf-8"
+        encoding = "utf-8" if before is None else before.encoding
+        errors = errors if before is None else before.errors
         raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         style: Any = {"line_buffering": number == 2, "write_through": unbuffered}
         stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, **style)
@@ -332,12 +357,15 @@ def _run(args: Sequence[str]) -> None:
         sys.modules.pop(args[1], None)
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         return
-    main = ModuleType("__main__")
+    main: Any = ModuleType("__main__")
+    main.__builtins__, main.__annotations__ = builtins, {}
     sys.modules["__main__"] = main
     if kind == "-c":
+        main.__loader__ = BuiltinImporter
         code = compile(args[1], "<string>", "exec")
     else:
-        main.__file__ = os.path.abspath(args[0])
+        main.__file__, main.__cached__ = os.path.abspath(args[0]), None
+        main.__loader__ = SourceFileLoader("__main__", main.__file__)
         code = compile(Path(args[0]).read_bytes(), main.__file__, "exec")
     exec(code, main.__dict__)
 
@@ -350,18 +378,3 @@ def _finish() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """What modules print when they are imported is said by the script already."""
-    kept = [os.dup(1), os.dup(2)]
-    with open(os.devnull, "wb") as nothing:
-        for number in (1, 2):
-            os.dup2(nothing.fileno(), number)
-    try:
-        yield
-    finally:
-        for number, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)

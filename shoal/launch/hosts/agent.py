@@ -219,12 +219,12 @@ class WorkerAgent(Agent):
         config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
         shows = task.shows_progress
         on_progress = (lambda record: send(WorkerProgress(record))) if shows else None
-        with pump.progress_pipe(on_progress) as pipe:
-            inherited = () if pipe is None else (pipe,)
-            environ = replace(config, progress_fd=pipe).to_environment()
-            program, *words = task.command
-            program = sys.executable if program == task.python else program
-            pipes = workers.start([program, *words], environ, inherited)
+        pipe = pump.progress_pipe(on_progress)
+        inherited = () if pipe is None else (pipe,)
+        environ = replace(config, progress_fd=pipe).to_environment()
+        program, *words = task.command
+        program = sys.executable if program == task.python else program
+        pipes = workers.start([program, *words], environ, inherited)
         pump.connect(pipes, self._streams(rank))
 
     def _look(self) -> None:
