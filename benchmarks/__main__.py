@@ -120,6 +120,26 @@ def host(
 
 
 @app.command()
+def start(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option("--workers", "-n", min=1, help="Repeatable.", show_default="1, 2, 4 and 8"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 5,
+    as_json: options.Json = False,
+) -> None:
+    """Seconds until workers of this host have made their first step, and four of them.
+
+    One plain process, torchrun with DistributedDataParallel, and `shoal run` that forks or spawns
+    its workers; beside `import torch` alone, which no way could do without.
+    """
+    from benchmarks.start import run, table_of
+
+    results = run(workers or [1, 2, 4, 8], rounds)
+    show({"results": results}, [table_of(results)], as_json)
+
+
+@app.command()
 def trace(
     workers: Annotated[
         list[int] | None,

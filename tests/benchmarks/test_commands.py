@@ -114,3 +114,16 @@ def test_bad_input_is_a_sentence(words: str, said: str, capsys: pytest.CaptureFi
 def test_numbers_of_hosts_are_those_of_the_lab(ranks: str) -> None:
     with pytest.raises(BadInput, match="a number of hosts from 2 to 4 is expected"):
         hosts._counts(ranks, 4)
+
+
+@pytest.mark.whole
+def test_the_start_of_workers_beside_torchrun() -> None:
+    found = document_of("start", "-n", "2", *FEW)["results"]
+    ways = [(each["way"], each["workers"]) for each in found]
+    assert ways == [
+        ("import torch", 1),
+        ("python", 1),
+        *((w, 2) for w in ("torchrun", "fork", "spawn")),
+    ]
+    assert all(len(each["cpu_s"]) == 2 and min(each["cpu_s"]) > 0 for each in found)
+    assert found[-1]["first_step_s"][0] < found[-1]["whole_s"][0]
