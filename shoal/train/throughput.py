@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.errors import ShoalError
+from shoal.errors import CheckFailed
 
 if TYPE_CHECKING:
     from shoal.train.job import Job
@@ -153,7 +153,7 @@ class LossWatch:
         self.reported = step
         found = f"the loss of step {step} is not a finite number (nan or inf)"
         if self._stops:
-            raise ShoalError(
+            raise CheckFailed(
                 f"{found}: the run stops, and checkpoints of earlier steps are kept; "
                 'job.step(…, on_nan="skip") leaves out such steps, "go on" trains on'
             )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch.nn import functional as F
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from shoal.comm.group import Group
@@ -168,6 +168,7 @@ def test_what_is_no_data_or_no_order_is_refused() -> None:
         (iter([]), {"epochs": 2}, "cannot repeat a generator"),
         (samples(0), {"batch_size": 4}, "nothing to train on"),
         (samples(8), {"batch_size": 4, "epochs": 0}, "nothing to train on"),
+        (DataLoader(NUMBERS, 64, drop_last=True), {}, "nothing to train on: .* less than a batch"),
         (NUMBERS, {"batch_size": 4, "sampler": distributed}, "as for one device"),
         (NUMBERS, {"batch_size": 4, "sampler": [[1, 2]]}, "lists of them: .* batch_sampler"),
         (NUMBERS, {"batch_size": 4, "sampler": [20]}, "20 is none"),

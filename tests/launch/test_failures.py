@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shoal.errors import BadInput, PeerLost, StrategyError, WorkersFailed
+from shoal.errors import BadInput, CheckFailed, PeerLost, StrategyError, WorkersFailed
 from shoal.launch.losses.failures import (
     FailureReport,
     ProcessFailure,
@@ -121,10 +121,19 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path)
     report_failure(RunDir(tmp_path / "missing"), 0, ValueError("boom"))
 
 
-def test_a_mistake_of_the_user_has_no_traceback(tmp_path: Path) -> None:
-    report_failure(RunDir(tmp_path), 0, raised(StrategyError("tp(3) does not divide 4 workers")))
-    error = launch_error(ProcessFailure(0, 2, 0, read_failure(RunDir(tmp_path), 0)))
-    assert type(error) is BadInput and str(error) == "tp(3) does not divide 4 workers"
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (StrategyError("tp(3) does not divide 4"), "tp(3) does not divide 4"),
+        (CheckFailed("the loss is nan"), "worker 0 failed (exit status 1):\nthe loss is nan"),
+    ],
+)
+def test_what_one_sentence_tells_has_no_traceback(
+    tmp_path: Path, error: Exception, says: str
+) -> None:
+    report_failure(RunDir(tmp_path), 0, raised(error))
+    told = launch_error(ProcessFailure(0, 2, 0, read_failure(RunDir(tmp_path), 0)))
+    assert isinstance(told, BadInput) is isinstance(error, BadInput) and str(told) == says
 
 
 def test_texts() -> None:

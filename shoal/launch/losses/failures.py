@@ -40,6 +40,7 @@ _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 _OUT_OF_MEMORY = (
     ", of the kernel's out-of-memory killer: take fewer workers, a smaller batch, or more memory"
 )
+_SENTENCES = (errors.BadInput, errors.CheckFailed)  # that tell all: no traceback
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
         time_ns=time.monotonic_ns(),
         exit_status=_exit_status(error),
         sentence=str(error) if isinstance(error, errors.ShoalError) else "",
-        traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        traceback=""
+        if isinstance(error, _SENTENCES)
+        else "".join(traceback.format_exception(error)),
         lost_peer=_is_lost_peer(error),
     )
     write_failure(run_dir, rank, report)
@@ -147,7 +150,7 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> error
         return errors.WorkersFailed(rank, 128 - code, text, failure.is_loss)
     status, trace = code, failure.stderr_tail
     if report is not None:
-        status, trace = report.exit_status, report.traceback
+        status, trace = report.exit_status, report.traceback or report.sentence
         if status == 2 and report.sentence:
             return errors.BadInput(report.sentence)
     text = trace.rstrip("\n") or "it wrote nothing to stderr"
@@ -209,12 +212,12 @@ def add_line_of_script(error: BaseException) -> None:
         if "site-packages" not in f.filename
         and not f.filename.startswith((package, sys.base_prefix, "<"))
     ]
-    if isinstance(error, errors.BadInput) and frames:
+    if isinstance(error, _SENTENCES) and frames:
         error.args = (f"{error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})",)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, errors.BadInput):
+    if not isinstance(error, _SENTENCES):
         sys.__excepthook__(kind, error, trace)
         return
     add_line_of_script(error)
@@ -223,4 +226,4 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     # sys.stderr and forgets it at an exit
     stream = sys.stderr if sys.excepthook is _hook else sys.__stderr__ or sys.stderr
     print(f"shoal: {error}", file=stream, flush=True)
-    sys.exit(2)
+    sys.exit(_exit_status(error))
