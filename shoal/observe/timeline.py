@@ -206,13 +206,24 @@ class MeasuredTimeline:
         return found
 
 
+def _in_the_middle(steps: Mapping[int, Interval], spans: Iterable[Span]) -> list[int]:
+    """Two steps, if there are such without evaluation or saving in between."""
+    numbers = sorted(steps)
+    middle = len(numbers) // 2
+    breaks = sorted(s.start_ns for s in spans if s.kind in (trace.EVALUATE, trace.CHECKPOINT))
+    for at in sorted(range(1, len(numbers)), key=lambda at: abs(at - middle)):
+        one, other = numbers[at - 1 : at + 1]
+        if bisect_left(breaks, steps[one][0]) == bisect_left(breaks, steps[other][1]):
+            return [one, other]
+    return numbers[max(0, middle - 1) : middle + 1]
+
+
 def select(spans: Trace, first: int | None = None, last: int | None = None) -> MeasuredTimeline:
     """The steps from `first` to `last`; two from the middle of training where none are named."""
     by_rank = {rank: steps_of(known) for rank, known in spans.items() if isinstance(rank, int)}
     leading = next((steps for steps in by_rank.values() if steps), {})
     numbers = sorted(leading)
-    middle = len(numbers) // 2
-    shown = numbers[max(0, middle - 1) : middle + 1]
+    shown = _in_the_middle(leading, chain(*spans.values()))
     if first is not None and last is not None:
         shown = [number for number in numbers if first <= number <= last]
         if not shown:

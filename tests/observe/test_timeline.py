@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -215,6 +216,16 @@ def test_steps_are_chosen_by_number_or_from_the_middle(
     found = select({0: many(0), 1: many(1)}, *given_steps)
     assert list(found.steps) == numbers
     assert found.window == (window[0] * MS, window[1] * MS)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "numbers"), [([69], [5, 6]), ([59, 69], [7, 8]), (range(20, 130, 10), [6, 7])]
+)
+def test_evaluation_is_not_between_the_steps_in_the_middle(
+    evaluated: Iterable[int], numbers: list[int]
+) -> None:
+    tests = [Span("evaluate", at * MS, at * MS, "steps") for at in evaluated]
+    assert list(select({0: many(0), 1: [*many(1), *tests]}).steps) == numbers
 
 
 def test_without_lockstep_the_time_is_that_of_the_lowest_rank() -> None:
