@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 import typer
@@ -64,10 +66,12 @@ def new_app(about: str) -> typer.Typer:
     )
 
 
-def build_app(names: Iterable[str]) -> typer.Typer:
-    """The command line with these commands."""
+def build_app(names: Iterable[str], listed: Iterable[str] = ()) -> typer.Typer:
+    """The command line with these commands; those that are `listed` have a help line alone."""
     app = new_app("Train one PyTorch model on many devices; the strategy is a value that you swap.")
     app.callback(invoke_without_command=True)(about)
+    for name in listed:
+        app.command(name, help=_help_line(*COMMANDS[name].split(".")))(lambda: None)
     for name in names:
         module, attribute = COMMANDS[name].split(".")
         command = getattr(import_module(f"shoal.commands.{module}"), attribute)
@@ -76,6 +80,14 @@ def build_app(names: Iterable[str]) -> typer.Typer:
         else:
             app.command(name, cls=_command_class(command))(command)
     return app
+
+
+def _help_line(module: str, attribute: str) -> str | None:
+    """What a module says of its function or Typer, without loading it."""
+    source = Path(__file__).with_name("commands") / f"{module}.py"
+    told = rf'^(def {attribute}\(.*?"""|{attribute} = typer.Typer\(\s*help=")(.+?)("""|"|\n\n)'
+    found = re.search(told, source.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return found and found[2]
 
 
 def _command_class(command: Callable[..., None]) -> type[TyperCommand] | None:
@@ -101,7 +113,9 @@ _INTERRUPTED = 130  # what a command returns after Ctrl-C
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
-    run_app(build_app(words[:1] if words and words[0] in COMMANDS else COMMANDS), "shoal", words)
+    first = next((word for word in words if word != "--"), "")
+    app = build_app([first]) if first in COMMANDS else build_app((), COMMANDS)
+    run_app(app, "shoal", words)
 
 
 def run_app(app: typer.Typer, name: str, words: Sequence[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""A worker loads what it uses: strategies, servers and the planner are found by name."""
+"""A worker loads what it uses: strategies, servers and the planner are found by name.
+
+So does the command line: the list of commands is printed without loading any.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from shoal.cli import COMMANDS, build_app
 from tests import scripts
 
 SCRIPT = scripts.PLAIN.replace(
@@ -29,3 +34,42 @@ def test_a_ddp_worker_has_loaded_at_most_170_modules_after_its_first_step(tmp_pa
     assert len(loaded) <= 170
     elsewhere = ("plan", "cluster", "server", "coordinator", "lab", "calibration", "commands")
     assert not [name for name in loaded if name.split(".")[1] in elsewhere]
+
+
+HEAVY = ("torch", "numpy", "networkx", "ray", "shoal.commands.run")
+LOADED = """
+import sys
+from shoal.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sys.modules.keys() & set(%r), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["--help"], set()),
+        (["--version"], set()),
+        (["rnu"], set()),
+        (["run", "--help"], {"shoal.commands.run"}),
+        (["run", "-n", "1", "nothing.py"], {"shoal.commands.run"}),
+        (["ps"], set()),
+    ],
+)
+def test_the_command_line_loads_the_command_that_is_given(
+    words: list[str], heavy: set[str]
+) -> None:
+    command = [sys.executable, "-c", LOADED % (HEAVY,), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == str(heavy)
+
+
+def test_the_list_of_commands_says_what_they_say_themselves() -> None:
+    listed, loaded = (
+        typer.main.get_command(app) for app in (build_app((), COMMANDS), build_app(COMMANDS))
+    )
+    for name in COMMANDS:
+        lines = [group.commands[name].get_short_help_str(80) for group in (listed, loaded)]  # type: ignore[attr-defined]
+        assert lines[0] == lines[1] != "", name
