@@ -130,8 +130,7 @@ def _factors(rows: list[Found], device: Device, dtype: str) -> dict[str, float]:
             is_backward = way == "backward"
             size = row["bytes"][number]
             flops = row["flops"][number]
-            share = device.memory_efficiency.at(size)
-            plain_s = size / (device.memory_bytes_per_s * share)
+            plain_s = device.pass_s(size)
             curve = device.backward_matmul_efficiency if is_backward else device.matmul_efficiency
             if flops and curve is not None:
                 plain_s = max(plain_s, flops / (device.peak_flops[dtype] * curve.at(flops)))

@@ -104,6 +104,11 @@ class Device:
         two = " ".join(words[-2:])
         return self.kernel_factors.get(two, self.kernel_factors.get(last, 1.0))
 
+    def pass_s(self, num_bytes: float) -> float:
+        """Reading or writing so many bytes."""
+        share = self.memory_efficiency.at(max(1.0, num_bytes))
+        return num_bytes / (self.memory_bytes_per_s * share)
+
     def flops_of(self, dtype: str) -> float:
         """The peak rate of a data type; the nearest wider one where it has none of its own."""
         for name in (dtype, *_WIDER.get(dtype, ())):

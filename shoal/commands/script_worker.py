@@ -59,8 +59,8 @@ class ComparisonWorker(Worker):
     ):
         """`most_s`: a run that takes longer fails; `slow_links`: seconds a byte, by rank."""
         folder = Path(entry.folder)
-        config = replace(RunConfig.from_environment(), progress_fd=None)
-        config = replace(config, trace_dir=folder if entry.traced else None)
+        traces = folder if entry.traced else None
+        config = replace(RunConfig.from_environment(), progress_fd=None, trace_dir=traces)
         has_faults = not entry.is_clean and entry.strategy != "single"
         if not has_faults:
             config = replace(config, slow=(), kill=())
@@ -96,15 +96,10 @@ class ComparisonWorker(Worker):
     def report(self, job: Job) -> None:
         if job.checkpoints.is_preempted:
             return  # a run that a signal has cut short has no result
-        losses = self._steps.values()
-        wall_s = time.monotonic() - self._start_s
-        own = {
-            **self._steps.report(0),
-            "losses": losses,
-            "group_bytes": self._sent,
-            "wall_s": wall_s,
-        }
-        self.reports.write(self.reports.report(self.rank), {**job.report(), **own})
+        found = job.report() | self._steps.report(0)
+        found |= {"losses": self._steps.values(), "group_bytes": self._sent}
+        found["wall_s"] = time.monotonic() - self._start_s
+        self.reports.write(self.reports.report(self.rank), found)
 
     def mark_finished(self) -> None:
         if self._entry.may_lose:  # the only run of this process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,6 @@ from shoal.pytree import tensors_of
 def is_stream(data: Any) -> bool:
     """Whether samples come one after the other: an IterableDataset of torch or Hugging Face."""
     return any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
-
-
-def length_of(data: Any) -> int | None:
-    """None if it has no length; a DataLoader over an IterableDataset raises instead."""
-    try:
-        return len(data) if isinstance(data, Sized) else None
-    except TypeError:
-        return None
 
 
 def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset: bool) -> None:
@@ -61,17 +53,6 @@ def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset:
         )
     if batch_size is not None:
         _check_enough(batch_size, replicas, "batch_size")
-    if length_of(data) == 0 or epochs < 1:
-        raise BadInput(
-            "there is nothing to train on: epochs is 0, or the data is empty, as a DataLoader with "
-            "drop_last is that has less than a batch"
-        )
-    samples = len(data) if is_dataset and options.sampler is None else batch_size or 0
-    if options.drop_last and not is_full_dataset and samples < (batch_size or 0):
-        raise BadInput(
-            f"there is nothing to train on: drop_last leaves out all {samples} samples, which "
-            f"are less than a batch of {batch_size}"
-        )
 
 
 def _check_sampler(sampler: Any, is_dataset: bool, epochs: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from shoal.data import AnyBatch, batch_of
-from shoal.data.batch_checks import SameBatches, is_stream, length_of
+from shoal.data.batch_checks import SameBatches, is_stream
 from shoal.data.position import LoopPosition
 from shoal.data.rows import take
 from shoal.data.sample_seeds import restored_generators, seed_everything
@@ -163,7 +163,7 @@ class Source:
 def source_of(data: Any, options: BatchOptions, feed: Feed, loop: LoopPosition) -> Source:
     if options.batch_size is not None and not is_stream(data):
         return DatasetSource(data, options, feed, loop)
-    length = length_of(data)
+    length = _length(data)
     if options.batch_size is None:
         return GlobalBatchSource(feed, loop, length, lambda epoch: data, split_batch)
     return GlobalBatchSource(
@@ -182,7 +182,7 @@ class DatasetSource(Source):
         super().__init__(feed, loop)
         self.data = data
         self.options = options
-        length = length_of(data if options.sampler is None else options.sampler)
+        length = _length(data if options.sampler is None else options.sampler)
         self.per_epoch = None if length is None else self._num_batches(length)
         self._number = 0
         self._present_order = torch.zeros(0, dtype=torch.int64)
@@ -257,7 +257,7 @@ class DatasetSource(Source):
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         most = None
-        if self.options.steps is not None and length_of(sampler) is None:  # it may have no end
+        if self.options.steps is not None and _length(sampler) is None:  # it may have no end
             most = self.options.steps * (self.options.batch_size or 0)
         order = draw_order(sampler, most, count, mix(seed, 8, epoch))
         self.feed.same.check((order,), len(order))
@@ -327,3 +327,11 @@ class GlobalBatchSource(Source):
                 self.feed.same.check(batch, rows.total)
             is_first = False
             yield rows
+
+
+def _length(data: Any) -> int | None:
+    """None if it has no length; a DataLoader over an IterableDataset raises instead."""
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except TypeError:
+        return None

@@ -15,6 +15,7 @@ from shoal.data.loop_place import lines_of_caller, place_of_caller
 from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.sources import Feed, Recall, Source, source_of
+from shoal.errors import BadInput
 from shoal.strategy.base import Batches
 
 DEFAULT_BATCH_SIZE = 256  # of job.evaluate, where job.batches was not given one before
@@ -69,6 +70,11 @@ class BatchStream:
         ):
             loop.data = data
         source = source_of(data, options, feed, loop)
+        if source.per_epoch == 0 or options.epochs < 1:
+            raise BadInput(
+                "there is nothing to train on: epochs is 0, the data is empty, or drop_last leaves "
+                "out all of it, which is less than a batch"
+            )
         return self._loop(source, options.epochs, self._last_step(data, options))
 
     def restore(self, delivered: int, positions: Positions | None) -> None:

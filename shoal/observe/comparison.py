@@ -186,12 +186,8 @@ def outcome_of(
     speed = steps_per_s(reports, batches is Batches.IN_TURNS)
     there = {report["rank"] for report in reports}
     until_s, until_steps = _reached(reports, until)
-    comparable = (
-        base
-        and len(there) == run.workers
-        and strategy.is_synchronous
-        and strategy.reference != strategy
-    )
+    comparable = base and strategy.is_synchronous and strategy.reference != strategy
+    comparable = comparable and len(there) == run.workers
     return RunOutcome(
         run.strategy,
         run.workers,

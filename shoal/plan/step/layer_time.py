@@ -60,21 +60,17 @@ class KernelModel:
             curve = device.matmul_efficiency
             if backward and device.backward_matmul_efficiency is not None:
                 curve = device.backward_matmul_efficiency
-            compute_s, memory_s = 0.0, factor * self._pass_s(kernel.bytes)
+            compute_s, memory_s = 0.0, factor * device.pass_s(kernel.bytes)
             if kernel.flops:
                 compute_s = factor * kernel.flops / (peak * curve.at(kernel.flops))
             is_longer = compute_s >= memory_s and kernel.flops > 0
             compute_s, memory_s = (compute_s, 0.0) if is_longer else (0.0, memory_s)
-            if self.dtype == "fp8" and peak == self._peak and kernel.flops:
+            if self.dtype == "fp8" and peak > device.flops_of("bf16") and kernel.flops:
                 # both operands are read in bf16, scaled and written
                 operands = kernel.batch * kernel.k * (kernel.m + kernel.n)
-                memory_s += self._pass_s(3 * operands)
+                memory_s += device.pass_s(3 * operands)
             self._known[key] = compute_s, memory_s
         return self._known[key]
-
-    def _pass_s(self, num_bytes: float) -> float:
-        share = self.device.memory_efficiency.at(max(1.0, num_bytes))
-        return num_bytes / (self.device.memory_bytes_per_s * share)
 
     def time(
         self,

@@ -317,8 +317,7 @@ class ReplicaPricer:
         missing = 1.0 if device.backward_pace == 1 else compute_s / max(1e-12, all_s)
         width = precision.parameter_bytes + 2 * precision.gradient_bytes
         moved = weight_of(stage, table.parameters) * width
-        share = device.memory_efficiency.at(max(1.0, moved))
-        return missing * moved / (device.memory_bytes_per_s * share)
+        return missing * device.pass_s(moved)
 
     def _token_sums(self, table: LayerTable, inside: AxisGroups, stage: Stage) -> Iterator[Part]:
         """Workers of cp and ep sum the gradients of what they all hold, before replicas agree."""

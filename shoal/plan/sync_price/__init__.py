@@ -136,11 +136,6 @@ class SyncQuestion:
     def send(self, num_bytes: float) -> CollectiveTime:
         return self.network.send(self.group, num_bytes)
 
-    def pass_s(self, num_bytes: float) -> float:
-        """Reading or writing so many bytes on a worker's device."""
-        share = self.device.memory_efficiency.at(max(1.0, num_bytes))
-        return num_bytes / (self.device.memory_bytes_per_s * share)
-
     @property
     def on_cores(self) -> bool:
         """Whether workers are CPU processes, which also do the copying and adding themselves."""
@@ -233,7 +228,7 @@ class SyncQuestion:
 
     def rollback_part(self, every: int) -> Part:
         """They are copied after every so many steps."""
-        return Part("copies", self.pass_s(2 * self.rollback_bytes()) / every, "memory")
+        return Part("copies", self.device.pass_s(2 * self.rollback_bytes()) / every, "memory")
 
     def bucketed_gradients(
         self,
@@ -341,11 +336,10 @@ def update_s(
     rate = device.update_bytes_per_s
     if precision.state_bytes <= 4 and device.momentum_bytes_per_s is not None:
         rate = device.momentum_bytes_per_s
-    if rate is None:
-        rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
+    moving_s = device.pass_s(moved) if rate is None else moved / rate
     kernels = UPDATE_KERNELS["sgd" if precision.state_bytes <= 4 else "adam"]
     launches_s = tensors * kernels * device.update_launch_s if device.synchronous else 0.0
-    return device.update_pace * (moved / rate + launches_s)
+    return device.update_pace * (moving_s + launches_s)
 
 
 def some(*parts: Part) -> tuple[Part, ...]:

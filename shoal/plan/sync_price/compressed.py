@@ -98,7 +98,7 @@ class CompressedTime(NamedTuple):
 def compressed_time(question: SyncQuestion, compress: str, elements: float) -> CompressedTime:
     """One sum of so many elements: packed shards to their owners, packed sums to all."""
     packed = packed_sum(compress, question.sizes, elements, question.replicas)
-    packing_s = question.pass_s(packed.passes * elements * question.width)
+    packing_s = question.device.pass_s(packed.passes * elements * question.width)
     if factors_of(compress, question.sizes) is not None:
         took = question.collective("all_reduce", packed.gradients)
         return CompressedTime(took.seconds, packing_s, took.bound, packed.sent)

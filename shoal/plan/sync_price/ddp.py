@@ -126,9 +126,10 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     every = term.every
     agreed, sent = _round(term, question) if question.replicas > 1 else (NO_PART, 0.0)
     passes = _PASSES + (4 if term.outer else 0)
+    outer_s = question.device.pass_s(passes * question.parameter_bytes)
     parts = some(
         Part("weights", agreed.seconds / every, agreed.bound),
-        Part("outer step", question.pass_s(passes * question.parameter_bytes) / every, "memory"),
+        Part("outer step", outer_s / every, "memory"),
         question.rollback_part(every) if term.elastic else NO_PART,
         question.waiting_part(every),
         question.update_part(),

@@ -138,14 +138,14 @@ def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
     message = question.parameter_bytes
     chunk = max(1.0, min(message, float(MIXING_CHUNK_BYTES)))
     passes = 3 * (exchange.of_port + 1)
-    cached_s = message / chunk * passes * question.pass_s(3 * chunk) / 3
-    return cached_s + question.pass_s(2 * message)
+    cached_s = message / chunk * passes * question.device.pass_s(3 * chunk) / 3
+    return cached_s + question.device.pass_s(2 * message)
 
 
 def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
     """A replica writes its page, and reads those of its neighbours."""
     moved = 2 * (1 + exchange.of_port) * question.parameter_bytes
-    alone_s = question.pass_s(moved) + _sum_s(question, exchange)
+    alone_s = question.device.pass_s(moved) + _sum_s(question, exchange)
     bus = question.node.memory_bytes_per_s
     if bus is not None:
         alone_s = max(alone_s, question.workers * moved / bus)

@@ -31,7 +31,7 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     else:
         parts = _relaxed(serving, up, down)
     if term.compress is not None:
-        parts += (Part("compress", question.pass_s(4 * question.buffer_bytes), "memory"),)
+        parts += (Part("compress", question.device.pass_s(4 * question.buffer_bytes), "memory"),)
     return SyncPrice(
         parts,
         _memory(serving),

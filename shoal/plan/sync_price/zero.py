@@ -99,7 +99,7 @@ def _reduced(stage: int, question: SyncQuestion, gathering_s: float) -> Part:
     passes = question.microbatches if stage > 1 else 1
     if question.on_cores and (copied := question.sizes.in_place(LARGE_BYTES) * question.width):
         # all gradients are copied into buckets; a CPU's ddp leaves large ones in their place
-        seconds += question.pass_s(2 * copied)
+        seconds += question.device.pass_s(2 * copied)
     if tensors := question.sizes.tensors:  # the loss, and a flag for each, in a call of their own
         seconds += question.collective("all_reduce", (1 + tensors) * question.width).seconds
     return Part("gradients", passes * seconds, bound)
