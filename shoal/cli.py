@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from shoal import __version__
 from shoal.errors import BadInput, ShoalError, WorkersFailed
@@ -55,8 +55,17 @@ COMMANDS = {
 }
 
 
+class _Group(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Sentences whole, which click cuts to a line."""
+        rows = [(name, one.get_short_help_str(1000)) for name, one in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 def new_app(about: str) -> typer.Typer:
     return typer.Typer(
+        cls=_Group,
         help=about,
         no_args_is_help=True,
         add_completion=False,
@@ -76,7 +85,7 @@ def build_app(names: Iterable[str], listed: Iterable[str] = ()) -> typer.Typer:
         module, attribute = COMMANDS[name].split(".")
         command = getattr(import_module(f"shoal.commands.{module}"), attribute)
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
+            app.add_typer(command, name=name, cls=_Group)
         else:
             app.command(name, cls=_command_class(command))(command)
     return app

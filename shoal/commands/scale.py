@@ -22,7 +22,7 @@ import typer
 from shoal.cluster.presets import THIS_MACHINE
 from shoal.cluster.units import show_seconds
 from shoal.commands import options
-from shoal.commands.compare import SHORT_STEPS, Comparison, Strategies, alternating, by_strategy
+from shoal.commands.compare import SHORT_STEPS, Comparison, alternating, by_strategy
 from shoal.commands.launching import check_folder, command_for, config_for, strategy_for
 from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import named_cluster, workload_of_script
@@ -91,7 +91,10 @@ class ScaleRow:
 def scale(
     script: options.Script,
     args: options.ScriptArgs = None,
-    strategy: Strategies = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="Repeatable.", show_default="ddp"),
+    ] = None,
     numbers: Annotated[
         str,
         typer.Option("--workers", "-n", metavar="INTEGERS", help="Such as 1,2,4 or 1,2,…,1024."),

@@ -162,6 +162,16 @@ def test_a_terminal_of_80_columns(command: str, monkeypatch: pytest.MonkeyPatch)
     assert re.search(r"\S…|…\S", answer.stdout) is None
 
 
+@pytest.mark.parametrize("words", ["", "cluster", "lab"])
+def test_help_tells_in_whole_sentences_what_commands_do(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    answer = shoal(*words.split(), "--help")
+    _, commands = answer.stdout.split("Commands:")
+    assert commands.count(".\n") >= 3 and "..." not in commands
+
+
 @pytest.mark.parametrize("kind", kinds())
 def test_collectives(kind: str) -> None:
     answer = shoal("collectives", "--kind", kind, "--ranks", "64", "--bytes", "100GB")
