@@ -1,4 +1,4 @@
-"""ddp(shared_weights=True): one copy of the weights a host, each worker updates a slice."""
+"""ddp with shared weights: one copy of the weights a host, each worker updates a slice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.replica import peer_sum
 from shoal.sync.ddp import DdpSync
 from shoal.sync.shared_weights import SharedWeights
 from shoal.train.job import Job
@@ -18,6 +19,7 @@ from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.jobs import after_training
 from tests.models import samples
+from tests.scripts import shoal
 
 SHARED = "ddp(shared_weights=True)"
 Between = Callable[[Job, Step], None]
@@ -136,6 +138,44 @@ def test_a_checkpoint_of_one_goes_on_under_the_other(
     again = after_training(world, 2, loads, load=tmp_path, epochs=2, **options)
     for whole, second in zip(through, again, strict=True):
         assert whole[-len(second) :] == pytest.approx(second, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("ddp", SharedWeights),
+        ("ddp(shared_weights=False)", DdpSync),
+        ('ddp(algorithm="ring")', DdpSync),
+    ],
+)
+def test_a_large_model_is_shared_unless_the_strategy_says_otherwise(
+    world: World, strategy: str, kind: type
+) -> None:
+    kinds = after_training(
+        world,
+        2,
+        strategy,
+        lambda job, step, losses: type(step.sync),
+        make=lambda: nn.Sequential(nn.Linear(6, 4 << 10), nn.Linear(4 << 10, 600)),
+    )
+    assert set(kinds) == {kind}
+
+
+def test_ranks_that_cannot_read_each_other_exchange_gradients(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_sum, "_native", None)
+    found = trained(world, 2, SHARED)
+    assert {kind for kind, *_ in found} == {DdpSync}
+
+
+@pytest.mark.whole
+def test_a_killed_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    words = ["run", "digits", "-n", "3", "-s", SHARED, "--kill", "1@10", "--out", "saved"]
+    done = shoal(*words, "--", "--epochs", "2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "worker 1" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_updates_them_everywhere(world: World) -> None:
