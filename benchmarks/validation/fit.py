@@ -33,7 +33,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "matmul_half_at_flops": (1e7, 1e11),
     "attention_factor": (1.0, 3.0),
     "eager_factor": (1.0, 4.0),
-    "overlap_cost": (0.01, 0.5),
+    "overlap_cost": (0.01, 0.9),
     "memory_efficiency": (0.2, 0.95),
     "memory_half_at_bytes": (1e3, 1e8),
     "launch_s": (1e-6, 2e-4),
