@@ -100,7 +100,8 @@ class ModelProbe:
         counts["gradients"] = counter.add(
             [*grads, *flat.grads.held(), *step.sync.gradient_tensors()]
         )
-        states = step.update.optimizer.state.values()
+        optimizers = [step.update.optimizer, *step.sync.optimizers()]
+        states = [state for each in optimizers for state in each.state.values()]
         entries = [value for state in states for value in state.values()]
         counts["optimizer"] = counter.add([one for one in entries if isinstance(one, Tensor)])
         for column, tensor in tensors_held_by(step.sync):

@@ -197,6 +197,10 @@ class Sync(Elastic, Returning, Served):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `state` gave, or what another strategy did; comes after `after_load`."""
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that hold state of this rank between two steps, besides `update.optimizer`."""
+        return []
+
     def gradient_tensors(self) -> list[Tensor]:
         """Tensors that hold gradients now, besides the buffer and what is at parameters."""
         return []

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.comm.group import Group, Op
 from shoal.errors import BadInput
-from shoal.replica.optimizers import PARAM_KEYS, ratios
+from shoal.replica.optimizers import PARAM_KEYS, fused_on_cpu, ratios
 from shoal.runtime.trace import OFF, Tracer
 
 if TYPE_CHECKING:
@@ -194,11 +194,12 @@ class OptimizerStep:
     def commit(self) -> None:
         """Update by gradients that are prepared."""
         self.take_settings(self.steps)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        with fused_on_cpu(self.optimizer):
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
         self.steps += 1
 
     def take_settings(self, step: int) -> None:

@@ -33,7 +33,7 @@ from shoal.comm.group import Op
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import ShoalError
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.optimizers import PARAM_KEYS, LooksAt, can_fuse, like, looks_at
+from shoal.replica.optimizers import PARAM_KEYS, LooksAt, has_hooks, like, looks_at
 from shoal.replica.peer_sum import PeerSum, readable_peers
 from shoal.schedules.buffer_layout import LARGE_BYTES
 from shoal.sync import Replica, StepTraffic, Sync
@@ -98,6 +98,7 @@ def can_share(replica: Replica, wanted: bool | None) -> bool:
         and update.scaler is None
         and type(update.optimizer).__module__.startswith("torch.optim.")  # plain state
         and looks_at(update.optimizer) is LooksAt.ELEMENT
+        and not has_hooks(update.optimizer)
     )
 
 
@@ -184,9 +185,6 @@ class SharedWeights(Sync):
             for group in self.update.optimizer.param_groups
         ]
         made: torch.optim.Optimizer = like(self.update.optimizer, groups)
-        self._is_fused = can_fuse(self.update.optimizer)
-        for group in made.param_groups if self._is_fused else ():
-            group["fused"] = True
         return made
 
     def _over_slices(self, squares: Tensor) -> Tensor:
@@ -244,8 +242,6 @@ class SharedWeights(Sync):
         update.take_settings(update.steps)
         for group, of_slice in zip(whole.param_groups, self._optimizer.param_groups, strict=True):
             of_slice |= {k: v for k, v in group.items() if k not in PARAM_KEYS}
-            if self._is_fused:
-                of_slice["fused"] = True
         update.optimizer = self._optimizer
         update.params = [piece.parameter for piece in self._pieces]
         try:
@@ -317,6 +313,9 @@ class SharedWeights(Sync):
                     for key, value in copy.deepcopy(state).items()
                 }
         whole.clear()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._optimizer]
 
     def shared_bytes(self) -> int:
         return self._num_bytes
