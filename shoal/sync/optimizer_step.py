@@ -7,6 +7,7 @@ A scheduler of torch is a recursion, so the settings of a step are reached by as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,7 @@ class OptimizerStep:
         lr: LearningRate | None = None,
         scheduler: SchedulerFactory | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        fuses: bool = False,  # whether an element's last bit may depend on where it lies
     ):
         self.named = named
         self.params = [p for _, p in named]
@@ -158,6 +160,7 @@ class OptimizerStep:
         self.grad_norm = grad_norm or GradNorm()
         self.lr = lr
         self.scaler = scaler
+        self._fuses = fuses
         self.tracer: Tracer = OFF
         self.steps = 0
         self._ratios = ratios(self.optimizer)
@@ -194,7 +197,7 @@ class OptimizerStep:
     def commit(self) -> None:
         """Update by gradients that are prepared."""
         self.take_settings(self.steps)
-        with fused_on_cpu(self.optimizer):
+        with fused_on_cpu(self.optimizer) if self._fuses else nullcontext():
             if self.scaler is not None:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()

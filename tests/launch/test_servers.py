@@ -71,8 +71,7 @@ def test_a_dead_server_wins_over_the_workers_that_lost_it() -> None:
     worker = """
         from shoal.errors import PeerLost
         from pathlib import Path
-        from shoal.errors import BadInput
-from shoal.launch.losses.failures import report_failure
+        from shoal.launch.losses.failures import report_failure
         from shoal.runtime.run_dir import RunDir
         while not os.path.exists(run_dir + "/pid"): time.sleep(0.005)
         while os.path.exists("/proc/" + os.readlink(run_dir + "/pid")): time.sleep(0.005)

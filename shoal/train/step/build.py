@@ -50,6 +50,7 @@ def build_optimizer(
         lr=functions.lr,
         scheduler=functions.scheduler,
         scaler=SharedGradScaler(context.device, sharing, skips) if scales else None,
+        fuses=not options.exact,
     )
     update.tracer = context.services.tracer
     check_pieces(update, shard, context)
