@@ -145,13 +145,15 @@ def test_a_module_is_read_without_its_package_being_imported(
     assert has_use([sys.executable, *command]) is is_used
 
 
-@pytest.mark.parametrize(("gpus", "names"), [((), ["colorsys", "pytest"]), (("/",), ["colorsys"])])
+@pytest.mark.parametrize(
+    ("gpus", "names"), [((), ["colorsys", "networkx"]), (("/",), ["colorsys"])]
+)
 def test_installed_modules_are_loaded_and_beside_a_gpu_those_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], names: list[str]
 ) -> None:
     monkeypatch.setattr(python_fork, "_GPUS", gpus)
     (tmp_path / "own.py").write_text("")
-    (tmp_path / "script.py").write_text("import own, colorsys, pytest")
+    (tmp_path / "script.py").write_text("import own, colorsys, networkx")
     assert imports_of([sys.executable, str(tmp_path / "script.py")]) == names
 
 
@@ -174,6 +176,7 @@ thread.join()
 import shoal.launch.here.python_fork as python_fork
 Path("opens.py").write_text("file = open('/dev/null')")
 python_fork._is_installed = lambda name: True
+python_fork._GPUS = ()
 assert not load(command), "a module has opened a device"
 """
 
