@@ -59,7 +59,7 @@ class PeerSum:
         return error, lost - 1
 
 
-def readable_peers(exchange: Exchange, rank: int) -> Tensor | None:
+def readable_peers(exchange: Exchange) -> Tensor | None:
     """The processes of all ranks; None on all of them if one cannot read the memory of another.
 
     A collective call. Yama, where it is in force, lets a process be read by descendants of one

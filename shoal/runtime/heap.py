@@ -11,8 +11,6 @@ import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_KEPT = 1 << 30
-# where a process is started: the heap asks for huge pages
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def keep_freed_memory() -> None:

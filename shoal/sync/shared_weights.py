@@ -108,7 +108,7 @@ def build_shared(replica: Replica, buckets: list[slice], wanted: bool | None) ->
         return None
     flat, group = replica.flat, replica.group
     exchange = partial(all_gather_bytes, group)
-    if (pids := readable_peers(exchange, group.rank)) is None:
+    if (pids := readable_peers(exchange)) is None:
         return None
     flat.grads.watch(buckets, LARGE_BYTES)
     page = mmap.PAGESIZE

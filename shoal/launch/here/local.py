@@ -35,7 +35,6 @@ from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, Tolerance
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import write_atomically
-from shoal.runtime.heap import HUGE_PAGES
 from shoal.runtime.memory_limit import cores, threads_of
 from shoal.runtime.parent_death import die_with
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -105,9 +104,7 @@ def launch(
     if spec.body is None:  # forks compute on one thread
         inherited = spec.config.environ.get("OMP_NUM_THREADS")
         threads = spec.threads or inherited or max(1, cores() // spec.workers)
-        more = {name: spec.config.environ.get(name, text) for name, text in HUGE_PAGES.items()}
-        more["OMP_NUM_THREADS"] = str(threads)
-        spec = replace(spec, config=spec.config.with_environ(**more))
+        spec = replace(spec, config=spec.config.with_environ(OMP_NUM_THREADS=str(threads)))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
         if spec.template is None and spec.body is None and spec.workers > 1:

@@ -54,7 +54,6 @@ from shoal.launch.hosts.agent_messages import (
     send,
 )
 from shoal.runtime.config import RunConfig
-from shoal.runtime.heap import HUGE_PAGES
 from shoal.runtime.memory_limit import cores, threads_of
 from shoal.runtime.run_dir import LIVE, RunDir, new_run_dir, written_by
 from shoal.runtime.secret import parse_secret
@@ -202,7 +201,6 @@ class WorkerAgent(Agent):
         local_size = task.local_size or task.workers
         threads = task.threads or max(1, (task.cores or cores()) // local_size)
         given = config.environ
-        more = {**HUGE_PAGES, **_interfaces(task.address)}
         return config.with_environ(
             MASTER_ADDR=task.master,
             MASTER_PORT=str(port),
@@ -210,7 +208,7 @@ class WorkerAgent(Agent):
             LOCAL_WORLD_SIZE=str(local_size),
             OMP_NUM_THREADS=str(threads),
             PYTHONHASHSEED=given.get("PYTHONHASHSEED", "0"),
-            **{name: text for name, text in more.items() if name not in given},
+            **{name: text for name, text in _interfaces(task.address).items() if name not in given},
         )
 
     def _start(self, index: int, config: RunConfig, workers: Processes, pump: OutputPump) -> None:
