@@ -40,8 +40,10 @@ from typing import Any, NoReturn
 from shoal.runtime.config import replace_environment
 from shoal.runtime.decoders import parse_module
 from shoal.runtime.launched_worker import refuse_plain_training, seed_launched_worker
+from shoal.runtime.lazy_dynamo import load_when_used
 
-_TORCH = ("torch", "torch._dynamo", "torch.distributed", "safetensors.torch")
+_TORCH = ("torch.distributed", "safetensors.torch", "shoal.launch.rank.run")
+_FIRST_STEP = ("torch.fx.experimental.symbolic_shapes",)  # what the first backward imports
 _NOT_LOADED = ("shoal", "triton")  # they seed, or start processes
 _NO_SOURCE = (".pyc", ".pyz", ".zip")
 _TASKS = Path("/proc/self/task")
@@ -123,7 +125,9 @@ def load(command: Sequence[str]) -> bool:
     before = os.listdir("/proc/self/fd")
     importlib.import_module("numpy")
     _fork_safe = _threads()
-    for name in (*_TORCH, "shoal.launch.rank.run", *imports_of(command)):
+    importlib.import_module("torch")
+    load_when_used()
+    for name in (*_TORCH, *_FIRST_STEP, *imports_of(command)):
         with suppress(Exception):  # the script will report it, if it needs the module
             importlib.import_module(name)
     gc.collect()
