@@ -59,11 +59,11 @@ def run(workers: Sequence[int], rounds: int) -> list[dict[str, Any]]:
         for way in ways if number % 2 else reversed(ways):
             say(f"round {number + 1}: {way.name} on {way.workers}")
             found[way].append(measure(way))
-    results = []
+    results: list[dict[str, Any]] = []
     for way, times in found.items():
         first, whole, cpu = ([*each] for each in zip(*times, strict=True))
-        result = {"way": way.name, "workers": way.workers, "whole_s": whole, "cpu_s": cpu}
-        results.append({**result, "first_step_s": None if way.name == IMPORT else first})
+        of_way = {"way": way.name, "workers": way.workers, "whole_s": whole, "cpu_s": cpu}
+        results.append({**of_way, "first_step_s": None if way.name == IMPORT else first})
     for result in results:
         peer = [r for r in results if (r["way"], r["workers"]) == ("torchrun", result["workers"])]
         if result["way"] in METHODS:
