@@ -142,6 +142,7 @@ def series(n: int) -> tuple[Tensor, Tensor]:
 def adapted(
     name: str, sizes: dict[str, Any], kind: str = "LoraConfig", **options: Any
 ) -> nn.Module:
+    import_torchvision()
     peft = import_module("peft")
     torch.manual_seed(0)
     model: nn.Module = peft.get_peft_model(build(name, **sizes), getattr(peft, kind)(**options))
