@@ -31,16 +31,16 @@ KINDS = {  # a letter, its style in a terminal, the hue of a picture
     "forward": ("F", *gantt.FORWARD[1:]),
     "backward": ("B", *gantt.BACKWARD[1:]),
     "weight gradient": ("W", *gantt.WEIGHT[1:]),
-    "update": ("U", "magenta", "#7b5ea7"),
+    "update": ("U", "magenta", "#cc79a7"),
     trace.WAIT: (gantt.IDLE, "dim", "#fff"),
     "send": ("S", "cyan", "#56b4e9"),
-    "push": ("P", "cyan", "#56b4e9"),
-    "pull": ("p", "blue", "#8a8d00"),
+    "push": ("P", "cyan", "#d55e00"),
+    "pull": ("p", "blue", "#8a6fc0"),
     trace.MIX: ("M", "yellow", "#a0522d"),
-    trace.LOAD: ("L", "white", "#b0a48a"),
-    trace.INJECTED: ("Z", "red", "#d55e00"),
-    trace.EVALUATE: ("E", "white", "#cc79a7"),
-    trace.CHECKPOINT: ("C", "white", "#996633"),
+    trace.LOAD: ("L", "white", "#8a8d00"),
+    trace.INJECTED: ("Z", "red", "#c1121f"),
+    trace.EVALUATE: ("E", "white", "#7b5ea7"),
+    trace.CHECKPOINT: ("C", "white", "#5d7a5d"),
 }
 _UNKNOWN = ("?", "white", "#b0b7c0")
 

@@ -80,8 +80,12 @@ def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str
 
 
 def test(job: shoal.Job, held_out: TensorDataset) -> dict[str, float]:
-    loss: float = job.evaluate(next_token_loss, held_out, batch_size=16)
-    return {"loss": loss, "perplexity": math.exp(loss)}
+    results: dict[str, float] = job.evaluate(metrics, held_out, batch_size=16)
+    return results | {"perplexity": math.exp(results["loss"])}
+
+
+def metrics(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"loss": next_token_loss(logits, targets)}
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

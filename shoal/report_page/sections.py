@@ -45,7 +45,7 @@ def about(run: RecordedRun) -> Items:
         "slowed down": ", ".join(report.get("slow") or []),
         "lost": ", ".join(lost),
         "came back": ", ".join(back),
-        "evaluated": ", ".join(f"{k or 'metric'} {v:.4g}" for k, v in evaluated.items()),
+        "evaluated": ", ".join(f"{k} {v:.4g}".strip() for k, v in evaluated.items()),
     }
     yield {"type": "facts", "rows": [[k, str(v)] for k, v in facts.items() if v not in ("", None)]}
 

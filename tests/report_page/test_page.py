@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.toml_file import cluster_text
+from shoal.commands.timeline import KINDS
 from shoal.errors import BadInput
 from shoal.observe.time_shares import write_chrome
-from shoal.report_page.page import page
+from shoal.report_page.page import _asset, page
 from shoal.report_page.record import RecordedRun
 from shoal.report_page.schedules import animations
 from shoal.report_page.traffic import link_loads, traffic_of
@@ -363,3 +365,11 @@ def test_the_page_of_a_run_works_in_chromium(
     tab.color_scheme(dark=True)
     assert (light, tab.evaluate(color)) == ("rgb(251, 252, 253)", "rgb(20, 24, 29)")
     assert tab.errors == []
+
+
+def test_a_kind_of_span_has_one_color_on_the_page_and_in_the_picture_of_shoal_timeline() -> None:
+    script = _asset("timeline.js").partition("const KINDS = {")[2].partition("}")[0]
+    on_page = {kind.strip('"'): hue for kind, hue in re.findall(r'("[^"]+"|\w+): "(#\w+)"', script)}
+    for kind, (_, _, hue) in KINDS.items():
+        assert on_page.get(kind, hue) == hue, kind
+    assert {"update", "push", "load", "injected"} <= on_page.keys() & KINDS.keys()

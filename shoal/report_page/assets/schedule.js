@@ -51,7 +51,7 @@ function animated(item, frames, word, svg, show) {
 function pipeline(item) {
   const unit = Math.max(22, Math.min(40, 900 / item.end)), left = 62, high = 30;
   const width = left + item.end * unit + 8, height = item.rows.length * (high + 6) + 4;
-  const svg = drawn("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": item.title });
+  const svg = drawn("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": item.title, style: `max-width:100%;min-width:${0.7 * width}px;height:auto` });
   const boxes = [];
   item.rows.forEach((row, stage) => {
     const y = stage * (high + 6) + 2;
@@ -98,7 +98,7 @@ function rounds(item) {
       const from = [a[0] + along[0] * dot + side[0], a[1] + along[1] * dot + side[1]];
       const to = [b[0] - along[0] * (dot + 2) + side[0], b[1] - along[1] * (dot + 2) + side[1]];
       drawn("path", { d: `M${from}L${to}`, class: "arrow", "marker-end": `url(#${mark.id})` }, arrows);
-      if (told.size > 1 && item.rounds[frame].length <= 40) drawn("text", { x: (from[0] + to[0]) / 2 + side[0], y: (from[1] + to[1]) / 2 + side[1] + 4, class: "told", "text-anchor": "middle" }, arrows, words);
+      if (told.size > 1 && item.rounds[frame].length <= 40) drawn("text", { x: (from[0] + to[0]) / 2 + 2 * side[0], y: (from[1] + to[1]) / 2 + side[1] + 4, class: "told", "text-anchor": "middle" }, arrows, words);
     }
     return item.told ? item.told[frame] : told.size === 1 ? [...told][0] : "";
   });
