@@ -368,8 +368,6 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
         "time by\nfaults": lambda o: _shown(o.slowed, "{:.2f}×".format),
         "sent a\nstep": lambda o: _shown(o.bytes_sent, lambda n: show_bytes(n / max(1, o.steps))),
         "idle": lambda o: _shown(o.computing, lambda c: f"{1 - c - (o.injected or 0.0):.0%}"),
-        "drop-\nped": lambda o: _shown(o.dropped, "{:,}".format),
-        "stale": lambda o: _shown(o.staleness, "{:.1f}".format),
     }
     found = {head: [cell(o) for o in outcomes] for head, cell in columns.items()}
     shown = {head: cells for head, cells in found.items() if any(cells)}
@@ -383,13 +381,18 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
 
 
 def _results(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
-    """What the runs came to."""
+    """What the runs came to, and what became of what their workers sent."""
     names = [list(o.evaluated) for o in outcomes if o.evaluated]
     metric = next((name for group in names for name in group if name != "loss"), None)
     tested = any("loss" in group for group in names)
     heads = ["strategy", "test\nloss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
     heads += [] if until is None else [f"seconds to\n{until}", "steps"]
+    late: dict[str, Callable[[RunOutcome], str | None]] = {
+        "drop-\nped": lambda o: _shown(o.dropped, "{:,}".format),
+        "stale": lambda o: _shown(o.staleness, "{:.1f}".format),
+    }
+    late = {head: cell for head, cell in late.items() if any(map(cell, outcomes))}
     rows = []
     for one in outcomes:
         row = [one.strategy, _shown(one.loss, "{:.4f}".format)]
@@ -398,8 +401,9 @@ def _results(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
             row.append(_shown((one.evaluated or {}).get(metric), form.format))
         if until is not None:
             row += [_shown(one.until_s, "{:.2f}".format), _shown(one.until_steps, "{:,}".format)]
+        row += [cell(one) for cell in late.values()]
         rows.append([*(cell or "–" for cell in row), _verdict(one)])
-    table = plain_table("", [*heads, "against single"], rows, left=1)
+    table = plain_table("", [*heads, *late, "against single"], rows, left=1)
     table.columns[-1].justify, table.columns[0].overflow = "left", "fold"
     return table
 

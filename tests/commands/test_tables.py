@@ -11,6 +11,7 @@ from rich.table import Table
 
 from benchmarks import collectives as bench
 from shoal.commands import output
+from shoal.commands.compare import WAYS_TO_WAIT
 from shoal.commands.compare import _results as compare_results
 from shoal.commands.compare import _table as compare_table
 from shoal.commands.memory import COLUMNS, FURTHER
@@ -18,6 +19,7 @@ from shoal.commands.memory import _tables as memory_tables
 from shoal.observe.comparison import RunOutcome
 from shoal.runtime.trace import Span
 from shoal.schedules.collectives.catalog import kinds
+from shoal.strategy.strategy import as_strategy
 from tests.commands.terminal import shoal
 
 WIDTH = 80
@@ -59,12 +61,27 @@ def test_compare() -> None:
         )
     ]
     lines = lines_of(compare_table(outcomes, "digits on 16 workers"))
-    speeds = ("12,345.6", "12.34×", "11.11–12.34", "3.99×", "999 KB", "50%", "1,234", "12.3")
+    speeds = ("12,345.6", "12.34×", "11.11–12.34", "3.99×", "999 KB", "50%")
     assert_on_one_line(lines, *speeds)
     results = lines_of(compare_results(outcomes, "loss=0.2"))
-    assert_on_one_line(results, "12.3456", "98.7%", "1234.56", "12,345")
+    assert_on_one_line(results, "12.3456", "98.7%", "1234.56", "12,345", "1,234", "12.3")
     text = "".join(line.split(" ")[0] for line in lines[3:])
     assert text.startswith("gossip(graph=")
+
+
+def test_the_straggler_table_breaks_no_default_strategy() -> None:
+    names = [str(as_strategy(text)) for text in WAYS_TO_WAIT]
+    outcomes = [
+        RunOutcome(
+            strategy, 4, loss=3.1108, loss_gap=0.4, steps=40, steps_per_s=1_012.5,
+            speed_up=0.92, speed_ups=(0.88, 1.03), cpu_s_per_step=0.0424, bytes_sent=26_040_000,
+            computing=0.41, slowed=13.35, dropped=39, staleness=12.3,
+        )
+        for strategy in names
+    ]  # fmt: skip
+    for table in (compare_table(outcomes, "gpt"), compare_results(outcomes, None)):
+        lines = lines_of(table)
+        assert [line for line in lines if line.split(" ")[0] in names] == lines[-len(names) :]
 
 
 def test_memory_with_all_columns() -> None:
