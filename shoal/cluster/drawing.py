@@ -130,9 +130,8 @@ def draw_cluster(cluster: Cluster, console: Console) -> None:
         console.print()
         console.print(table)
     console.print()
-    console.print(narrowest_cut(cluster), soft_wrap=True)
-    for line in notes(cluster):
-        console.print(line, soft_wrap=True)
+    for line in (narrowest_cut(cluster), *notes(cluster)):
+        console.print(line)
 
 
 def heading(cluster: Cluster) -> str:
@@ -285,7 +284,7 @@ MOST_DEVICES = 64
 _MARGIN = 24.0
 _PAD = 8.0
 _LINE = 17.0
-_LETTER = 6.6  # pixels, about
+_LETTER = 7.4  # pixels, about
 _STYLE = """
 text{font-size:12px}.title{font-size:20px;font-weight:700}.note{fill:#5a6675;font-size:13px}
 .spine{fill:#fff8e6;stroke:#e69f00}.rack{fill:#f1f4f7;stroke:#9aa5b1}

@@ -68,7 +68,7 @@ def show_on_cluster(
         "collectives": _collectives(prices_by_kind),
     }
     lines = [f"\n{line}" for line in (left_out, sentences) if line]
-    show_parts(document, [*grids, *lines], as_json)
+    show_parts(document, [*grids, *lines], as_json, wraps=True)
 
 
 def _cluster_grid(kind: str, prices: Sequence[ContendedPrice], network: ClusterNetwork) -> Grid:
@@ -199,7 +199,8 @@ def _show_one(
         parts.append(_ring_against_star(prices_by_kind["all_reduce"], cost))
     costs = asdict(cost)
     document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": proven}
-    show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
+    document |= {"collectives": _collectives(prices_by_kind)}
+    show_parts(document, parts, as_json, wraps=True)
 
 
 def _check_no_costs(context: typer.Context) -> None:

@@ -202,7 +202,8 @@ def summary(timeline: Timeline, proof: PipelineProof) -> list[str]:
         f"bubble   {timeline.bubble:.2%} of the longest stage, from its first action to its last",
         f"idle     {timeline.idle:.2%} of all stages, from the first action of all to the last",
         f"holds    {held}",
-        f"proven   {order}, each once; never hangs with room for {room} from a stage to another",
+        f"proven   {order}, each once",
+        f"         never hangs with room for {room} from a stage to another",
     ]
 
 

@@ -34,7 +34,7 @@ def test_the_table_shows_ring_against_star_as_the_notes_tell_it() -> None:
     total = lines["ring"].index("1.4")
     assert lines["ring"][total : total + 2] == lines["star"][-4:-2] == ["1.4", "GB"]
     assert "8.00" in lines["star"] and "1.00" in lines["ring"]
-    assert "the root of the star carries 1.4 GB" in shown.stdout
+    assert "the root of the star carries 1.4 GB" in " ".join(shown.stdout.split())
     assert "8 times the 175 MB of every rank of the ring" in shown.stdout
     assert "2NZ, 1.6 GB," in shown.stdout and "(N-1)Z, 700 MB," in shown.stdout
     assert "slow_ring: 14 rounds, 140 ms, there and back; m·d/b, 80 ms," in shown.stdout

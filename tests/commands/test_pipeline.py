@@ -34,8 +34,8 @@ def test_show_draws_a_gantt_chart() -> None:
         "bubble   33.33% of the longest stage, from its first action to its last\n"
         "idle     33.33% of all stages, from the first action of all to the last\n"
         "holds    at most 3 2 1 micro-batches\n"
-        "proven   every F before its B, each once; never hangs with room for 1 message from a "
-        "stage to another\n"
+        "proven   every F before its B, each once\n"
+        "         never hangs with room for 1 message from a stage to another\n"
     )
 
 

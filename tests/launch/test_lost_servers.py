@@ -136,6 +136,16 @@ def test_the_counters_at_the_end_are_those_of_shards_where_servers_have_replicas
     assert ends[2] == "at least: what a server had counted before it was lost is not included"
 
 
+def test_staleness_of_ten_updates_and_more_is_one_number_at_the_end() -> None:
+    counts = {"updates": 60, "requests": 7, "received_bytes": 0, "sent_bytes": 0, "workers": {}}
+    for missed, said in (
+        ({"0": 5, "9": 1}, "0: 5, 9: 1"),
+        ({"0": 5, "10": 2, "63": 1}, "0: 5, 10 and more: 3"),
+    ):
+        (first, *_) = summarize([counts | {"missed_updates": missed}], Rule(2, staleness=64))
+        assert first == f"updates between a pull and its push, and how often: {said}"
+
+
 # ------------------------------------------------------------------------------- the new head
 
 

@@ -56,8 +56,7 @@ def summarize(
     if stats and not rule.is_synchronous and "workers" in stats[0]:
         leader = stats[0]
         sentences += [f"{counted} {w}: {_pushes_of(leader, w, rule)}" for w in leader["workers"]]
-        missed = ", ".join(f"{k}: {v}" for k, v in leader["missed_updates"].items())
-        if missed:
+        if missed := _histogram(leader["missed_updates"]):
             sentences.append(f"updates between a pull and its push, and how often: {missed}")
     lost = sum(server.get("lost_pushes", 0) for server in stats)
     if lost:
@@ -76,6 +75,14 @@ def summarize(
     if not all(counts["is_complete"] for counts in shards):
         sentences.append("at least: what a server had counted before it was lost is not included")
     return sentences
+
+
+def _histogram(counts: Mapping[str, int]) -> str:
+    """How often each number; those of two digits together."""
+    found = {key: count for key, count in counts.items() if int(key) < 10}
+    if more := sum(counts.values()) - sum(found.values()):
+        found["10 and more"] = more
+    return ", ".join(f"{key}: {count}" for key, count in found.items())
 
 
 def _pushes_of(leader: Counts, worker: str, rule: Rule) -> str:
