@@ -350,7 +350,7 @@ def _table_of_held(title: str, held: Sequence[Mapping[str, Any]], servers: list[
         rows.append([*words, *(show_bytes(one[kind]) for kind in ("parameters", "optimizer"))])
     if len(held) > _MOST_WORKERS:
         rows.append([f"{len(held) - _MOST_WORKERS} more", *[""] * (len(places) + 4)])
-    blank = [""] * (len(places) + 2)
+    blank = [*[""] * len(places), "all it holds", ""]
     rows += [[f"server {n}", *blank, show_bytes(size), ""] for n, size in enumerate(servers)]
     heads = ["worker", *places, head, "samples", "params", "optimizer"]
     return plain_table(f"who holds what: {title}", heads, rows, left=len(places) + 3)

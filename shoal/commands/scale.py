@@ -239,6 +239,8 @@ def _predicted(
     settings = PlanSettings(subject.batch)
     base = Predictor(subject.workload, hardware).predict(as_strategy("single"), 1, settings)
     found, notes = {}, {"": f"predicted: workers of {hardware.name}, as `shoal predict` does"}
+    if not cluster:
+        notes[""] += "; --cluster FILE of `shoal cluster calibrate -o FILE` has measured figures"
     for name, workers in asked:
         value, at = as_strategy(name), f"{name} is not predicted from {workers:,} workers on"
         if value.layout(workers).replicas > subject.batch:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table as Grid
@@ -142,10 +143,11 @@ def draw(collective: Collective, console: Console) -> None:
             label = slot_label(collective, t.chunk)
             label += "" if t.into is None else f"→{slot_label(collective, t.into)}"
             by_pair.setdefault((t.src, t.dst), []).append(label + "+" * t.reduce)
-        arrows = [f"{src} ─{','.join(what)}→ {dst}" for (src, dst), what in by_pair.items()]
+        arrows = [f"{src}~─{','.join(what)}→~{dst}" for (src, dst), what in by_pair.items()]
+        lines = fill("   ".join(arrows), console.width, break_long_words=False).replace("~", " ")
         console.print(
             Text.assemble("\n", (frame.title, "bold"), "  ", frame.text),
-            Text("   ".join(arrows), style="cyan"),
+            Text(lines, style="cyan"),
             _grid(collective, frame.after, frame.before),
             highlight=False,
             sep="\n",
