@@ -8,7 +8,6 @@ A wait is communication that is exposed; an operation beside computation is hidd
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from shoal.comm.call import Call, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
+from shoal.runtime import clock
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
@@ -42,7 +42,7 @@ class TracedWork:
         if self._is_recorded:
             self._work.wait()
             return
-        wait_ns = time.monotonic_ns()
+        wait_ns = clock.monotonic_ns()
         detail = ""
         try:
             self._work.wait()
@@ -50,13 +50,13 @@ class TracedWork:
             self._record(detail)
         finally:
             self._is_recorded = True
-            end_ns = time.monotonic_ns()
+            end_ns = clock.monotonic_ns()
             self._tracer.add(WAIT, wait_ns, end_ns, "main", detail, None, 0, self._peer, self._call)
 
     def _record(self, detail: str) -> None:
         times: tuple[int, int] | None = getattr(self._work, "times", None)
         if times is None and self._start_ns:
-            times = (self._start_ns, time.monotonic_ns())
+            times = (self._start_ns, clock.monotonic_ns())
         if times is not None:
             start_ns, end_ns = times
             more = (None, self._bytes, self._peer, self._call)
@@ -83,7 +83,7 @@ class Traced(Executor):
         num_bytes = sent_bytes(call, self.rank, self.size)
         self._tracer.sent.total += num_bytes
         number = self._number(",".join(map(str, self._members)))
-        start_ns = time.monotonic_ns()
+        start_ns = clock.monotonic_ns()
         work = self._executor.submit(call)
         kind = "gather" if call.kind == "all_gather" else "reduce"
         told = (lambda: self.describe(call), start_ns, num_bytes, None, number)
@@ -118,7 +118,7 @@ class Traced(Executor):
 
     def _mark(self, kind: str, detail: str, num_bytes: int, peer: int | None, call: str) -> None:
         """The moment at which a message is handed over."""
-        now_ns = time.monotonic_ns()
+        now_ns = clock.monotonic_ns()
         self._tracer.add(kind, now_ns, now_ns, ISSUED, detail, None, num_bytes, peer, call)
 
     def close(self) -> None:
@@ -141,24 +141,24 @@ def common_origin_ns(group: Group, device: torch.device, is_one_host: bool) -> i
     answer that came back soonest was given in the middle between question and answer, up to half
     of that round trip.
     """
-    origin = torch.tensor([time.monotonic_ns()], device=device)
+    origin = torch.tensor([clock.monotonic_ns()], device=device)
     if is_one_host or group.size == 1:
         group.broadcast(origin).wait()
         return int(origin)
     if group.rank:
         for _ in range(_ROUND_TRIPS):
             group.recv(origin, 0).wait()
-            group.send(torch.tensor([time.monotonic_ns()], device=device), 0).wait()
+            group.send(torch.tensor([clock.monotonic_ns()], device=device), 0).wait()
         group.recv(origin, 0).wait()
         return int(origin)
     answer = torch.empty_like(origin)
     for rank in range(1, group.size):
         offsets = []
         for _ in range(_ROUND_TRIPS):
-            asked_ns = time.monotonic_ns()
+            asked_ns = clock.monotonic_ns()
             group.send(origin, rank).wait()
             group.recv(answer, rank).wait()
-            trip_ns = time.monotonic_ns() - asked_ns
+            trip_ns = clock.monotonic_ns() - asked_ns
             offsets.append((trip_ns, int(answer) - asked_ns - trip_ns // 2))
         group.send(origin + min(offsets)[1], rank).wait()
     return int(origin)

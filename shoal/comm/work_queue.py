@@ -10,10 +10,11 @@ operations: while the thread is inside one, another thread takes its place if th
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from shoal.runtime import clock
 
 
 class QueuedWork:
@@ -115,10 +116,10 @@ class WorkQueue:
         self._background = background
         self._idle_s = idle_s
         self.timed = False
-        self._lock = threading.Lock()
+        self._lock = clock.Lock()
         self._acquire = self._lock.acquire
         self._release = self._lock.release  # faster than `with`
-        self._changed = threading.Condition(self._lock)
+        self._changed = clock.Condition(self._lock)
         self._sleepers = 0  # a notification costs more than a light operation: only if needed
         self._callers = 0  # those of them that wait for an operation
         self._waiting: deque[QueuedWork] = deque()
@@ -134,7 +135,7 @@ class WorkQueue:
             idle = not self._waiting and not self._working
             self._waiting.append(work)
             if self.timed:
-                work.start_ns = time.monotonic_ns()
+                work.start_ns = clock.monotonic_ns()
             work.begun = idle and work.begin(*work.arguments)
             if not work.begun and self._background:
                 self._wake()
@@ -201,13 +202,13 @@ class WorkQueue:
 
     def _execute(self, work: QueuedWork) -> None:
         if self.timed and not work.begun:
-            work.start_ns = time.monotonic_ns()
+            work.start_ns = clock.monotonic_ns()
         try:
             work.run()
         except BaseException as error:
             work.error = error
         if self.timed:
-            work.end_ns = time.monotonic_ns()
+            work.end_ns = clock.monotonic_ns()
         self._acquire()
         work.is_done = True
         self._end_work()
@@ -246,7 +247,7 @@ class WorkQueue:
     def _wake(self) -> None:
         self._urged = True
         if self._thread is None and not self._closing:
-            self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
+            self._thread = clock.Thread(target=self._serve, daemon=True, name=self._name)
             self._threads.append(self._thread)
             self._thread.start()
         self._changed.notify_all()

@@ -9,12 +9,12 @@ import array
 import os
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shoal.protocol import HEADER_BYTES, Header, Refused, pack, unpack, verify
+from shoal.runtime import clock
+from shoal.runtime.acceptor import end_socket
 
 _CHUNK_BYTES = 1 << 20
 _AHEAD_BYTES = 4096
@@ -51,7 +51,7 @@ class Connection:
         self.is_unix = sock.family == socket.AF_UNIX
         self.sent_bytes = self.received_bytes = self.requests = 0
         self._head = bytearray(HEADER_BYTES)
-        self._sending = threading.Lock()
+        self._sending = clock.Lock()
         self.is_plain = not isinstance(sock, ssl.SSLSocket)  # frames are the bytes of the socket
         self._descriptors: list[int] = []
         self._buffer = memoryview(b"")  # for frames that are read in one piece
@@ -133,7 +133,7 @@ class Connection:
     def receive_within(self, max_meta: int, limit_s: float) -> tuple[Header, bytes]:
         """As `receive`; TimedOut after so long, even where single bytes come now and then."""
         before_s = self.sock.gettimeout()
-        self._deadline_s = time.monotonic() + limit_s
+        self._deadline_s = clock.monotonic() + limit_s
         try:
             return self.receive(max_meta)
         finally:
@@ -169,7 +169,7 @@ class Connection:
         while done < size:
             try:
                 if self._deadline_s is not None:
-                    left_s = self._deadline_s - time.monotonic()
+                    left_s = self._deadline_s - clock.monotonic()
                     if left_s <= 0:
                         raise TimeoutError("timed out")
                     self.sock.settimeout(left_s)
@@ -235,8 +235,7 @@ class Connection:
         The reader closes the descriptor. If it were closed here, the reader could read from
         another file that has got the same number.
         """
-        with suppress(OSError):  # SSLSocket.shutdown would turn it into a plain socket
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+        end_socket(self.sock)
 
     def close(self) -> None:
         self.abort()

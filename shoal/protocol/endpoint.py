@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
@@ -24,11 +25,25 @@ from shoal.transport.tcp.tls import own_certificate, own_context
 
 CONNECT_S = 30.0
 PLAIN = TlsConfig()  # for sockets of this host
+_sockets: Any = None  # of a rehearsal, in place of the machine's
+
+
+@contextmanager
+def replaced_sockets(by: Any) -> Iterator[None]:
+    """While the block runs, `by` listens and connects: see `rehearse/sockets.py`."""
+    global _sockets
+    before, _sockets = _sockets, by
+    try:
+        yield
+    finally:
+        _sockets = before
 
 
 def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) -> Connection:
     """Connect to a server that listens; an OSError if it does not."""
     kind, _, path = address.partition(":")
+    if _sockets is not None:
+        return Connection(_sockets.connect(address))
     if kind == "unix":
         sock = _connect_unix(path, timeout_s)
     else:
@@ -114,6 +129,9 @@ class Listener:
         self._path: str | None = None
         self._context: ssl.SSLContext | None = None
         self._certificate = b""
+        if _sockets is not None:
+            self.address, self._acceptor = _sockets.listen(address)
+            return
         if kind == "unix":
             sock = _bound(socket.AF_UNIX, path)
             os.chmod(path, 0o600)

@@ -13,6 +13,7 @@ from shoal.protocol import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
+from shoal.runtime import clock
 from shoal.runtime.acceptor import Strangers, service_thread
 from shoal.runtime.config import TlsConfig
 
@@ -29,8 +30,8 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         self.refused: Counter[str] = Counter()
         self.strangers = Strangers()
         self.connections: set[Connection] = set()  # that have proven the secret
-        self.lock = threading.Lock()
-        self.closed = threading.Event()
+        self.lock = clock.Lock()
+        self.closed = clock.Event()
         self._numbers = itertools.count()
         self._threads: set[threading.Thread] = set()
         self._accepting = [

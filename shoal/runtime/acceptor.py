@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.runtime import clock
 from shoal.runtime.wording import say
 
 _PAUSE_S = 0.02
@@ -45,7 +45,7 @@ class Acceptor:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
-        self._closed = threading.Event()
+        self._closed = clock.Event()
         self._reserve = io.FileIO(os.devnull)
         self._has_said = False
 
@@ -121,7 +121,7 @@ def service_thread(name: str, target: Callable[..., None], *args: object) -> thr
             say(f"process {os.getpid()} ends: its thread {name} has failed ({error!r}, {where})")
             os._exit(1)
 
-    return threading.Thread(target=run, name=name, daemon=True)
+    return clock.Thread(target=run, name=name, daemon=True)
 
 
 MAX_UNAUTHENTICATED = 64
@@ -147,7 +147,7 @@ class Strangers:
     def __init__(self, most: int = MAX_UNAUTHENTICATED, grace_s: float = 0.0) -> None:
         self._most = most
         self._grace_s = grace_s
-        self._changed = threading.Condition()
+        self._changed = clock.Condition()
         self._hosts: dict[socket.socket, _Arrival] = {}
         self._ending: set[socket.socket] = set()
 
@@ -166,7 +166,7 @@ class Strangers:
                     self._end(worst)
                     evicted += 1
             self._changed.wait_for(lambda: len(self._ending) < _MAX_ENDING, _MAX_WAIT_S)
-            self._hosts[sock] = _Arrival(host_of(sock), time.monotonic())
+            self._hosts[sock] = _Arrival(host_of(sock), clock.monotonic())
             return evicted
 
     def make_room(self) -> bool:
@@ -203,14 +203,19 @@ class Strangers:
         worst = max(self._hosts, key=lambda sock: counts[self._hosts[sock].host])  # or the first
         if counts[self._hosts[worst].host] > _FLOOD * self._most:
             return worst, 0.0
-        return worst, self._hosts[worst].at_s + self._grace_s - time.monotonic()
+        return worst, self._hosts[worst].at_s + self._grace_s - clock.monotonic()
 
     def _end(self, sock: socket.socket) -> None:
-        """Its thread closes it. SSLSocket.shutdown would turn it into a plain socket."""
         del self._hosts[sock]
         self._ending.add(sock)
-        with suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        end_socket(sock)
+
+
+def end_socket(sock: socket.socket) -> None:
+    """End a connection; its thread closes it. SSLSocket.shutdown would make it a plain socket."""
+    shutdown = socket.socket.shutdown if isinstance(sock, socket.socket) else type(sock).shutdown
+    with suppress(OSError):
+        shutdown(sock, socket.SHUT_RDWR)
 
 
 def host_of(sock: socket.socket) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from shoal.errors import BadInput
+from shoal.runtime import clock
 from shoal.runtime.decoders import convert
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, read
@@ -108,11 +108,11 @@ def traced_items(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> I
 
 
 def _with_spans(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> Iterator[T]:
-    start_ns = time.monotonic_ns()
+    start_ns = clock.monotonic_ns()
     for item in items:
-        tracer.add(kind, start_ns, time.monotonic_ns(), track)
+        tracer.add(kind, start_ns, clock.monotonic_ns(), track)
         yield item
-        start_ns = time.monotonic_ns()
+        start_ns = clock.monotonic_ns()
 
 
 class Recorder(Tracer):
@@ -137,12 +137,12 @@ class Recorder(Tracer):
         self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
     ) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
-        start_ns = time.monotonic_ns()
+        start_ns = clock.monotonic_ns()
         try:
             yield more
         finally:
             told = (track, detail, microbatch)
-            self.spans.append(Span(kind, start_ns, time.monotonic_ns(), *told, **more))
+            self.spans.append(Span(kind, start_ns, clock.monotonic_ns(), *told, **more))
 
     def add(self, *span: Any) -> None:
         # list.append is atomic, so hooks on other threads need no lock here

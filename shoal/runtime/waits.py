@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from shoal.runtime import clock
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.wording import say
 
@@ -63,7 +64,7 @@ class waiting:  # reads as a statement: `with waiting(…)`
     thread: int = 0
 
     def __enter__(self) -> None:
-        self.since_ns = time.monotonic_ns()
+        self.since_ns = clock.monotonic_ns()
         self.thread = threading.get_ident()
         _noted[id(self)] = self
 
@@ -126,8 +127,8 @@ class Watcher:
         self._config = config
         self._say = say
         self._said: dict[tuple[int, str], _Said] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shoal-waits", daemon=True)
+        self._over = clock.Event()
+        self._thread = clock.Thread(target=self._run, name="shoal-waits", daemon=True)
 
     def __enter__(self) -> Watcher:
         self._thread.start()
@@ -151,7 +152,7 @@ class Watcher:
         self._said = {key: said for key, said in self._said.items() if key in seen}
 
     def _act(self, wait: LongWait, said: _Said, noted: waiting | None) -> None:
-        now_ns = time.monotonic_ns()
+        now_ns = clock.monotonic_ns()
         seconds = (now_ns - wait.since_ns) / 1e9
         if now_ns >= said.next_ns:
             said.next_ns = now_ns + int(self._config.repeat_s * 1e9)
@@ -178,7 +179,7 @@ class Backoff:
         self._longest_s = longest_s
 
     def __call__(self) -> None:
-        time.sleep(self._next_s)
+        clock.sleep(self._next_s)
         self._next_s = min(2 * self._next_s, self._longest_s)
 
 
@@ -189,11 +190,11 @@ def until(
     too_late: Callable[[], Exception],
 ) -> T:
     """What `found` returns, which is called again and again until it is not None."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = clock.monotonic() + patience_s
     pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
     with wait:
         while (result := found()) is None:
-            if time.monotonic() > deadline_s:
+            if clock.monotonic() > deadline_s:
                 raise too_late()
             pause()
         return result

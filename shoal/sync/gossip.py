@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +28,7 @@ from torch import Tensor
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
+from shoal.runtime import clock
 from shoal.runtime.trace import MIX, WAIT
 from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
@@ -209,7 +209,7 @@ class MixWeights(Mixer):
 
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
-        start_ns = time.monotonic_ns()
+        start_ns = clock.monotonic_ns()
         with self.traffic.uncounted(), self.update.tracer.sent.uncounted():
             mean = self.flat.data.clone()
             self.group.all_reduce(mean, Op.MEAN).wait()
@@ -217,7 +217,7 @@ class MixWeights(Mixer):
             self.group.all_reduce(apart, Op.MEAN).wait()
         distance = math.sqrt(float(apart))
         self.distances.append((self.traffic.steps, distance))
-        end_ns = time.monotonic_ns()
+        end_ns = clock.monotonic_ns()
         self.update.tracer.add(WAIT, start_ns, end_ns, "main", f"consensus distance {distance:.4g}")
         return distance
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from shoal.comm.objects import all_gather_bytes, broadcast_bytes
 from shoal.errors import BadInput, PeerLost, RunOver
+from shoal.runtime import clock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Backoff, waiting
@@ -156,7 +156,7 @@ class KeptStatistics:
 
     def keep(self) -> None:
         """A step is done. A full disk loses no more than a second chance."""
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         if now_s - self._written_s < _EVERY_S:
             return
         self._written_s = now_s

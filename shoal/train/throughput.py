@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckFailed
+from shoal.runtime import clock
 
 if TYPE_CHECKING:
     from shoal.train.job import Job
@@ -75,7 +76,7 @@ class Throughput:
         if self._calls % self._every:
             return
         self._marks.append(
-            Mark(time.monotonic_ns(), self._steps, self._rank_samples, time.process_time_ns())
+            Mark(clock.monotonic_ns(), self._steps, self._rank_samples, time.process_time_ns())
         )
         if len(self._marks) > _MAX_MARKS:  # keep every second one
             self._marks = self._marks[1::2]
@@ -83,7 +84,7 @@ class Throughput:
 
     def progress(self, steps: int, total: int | None) -> dict[str, float | None]:
         """Samples per second of the job up to now, and the time left at that speed."""
-        now_ns = time.monotonic_ns()
+        now_ns = clock.monotonic_ns()
         if self._start_ns is None:  # the first step has start-up costs: measure from its end
             self._start_ns = now_ns
             self._start_steps = steps
@@ -165,7 +166,7 @@ class StepRecord:
 
     def __init__(self, job: Job) -> None:
         self.losses: list[Tensor] = []
-        self._ends: list[tuple[int, int]] = []  # the step, and its time on the monotonic clock
+        self.ends: list[tuple[int, int]] = []  # the step, and its time on the monotonic clock
         self._job = job
         self._microbatches = 1
         job.on_step.append(self._note)
@@ -173,7 +174,7 @@ class StepRecord:
     def _note(self, step: Step, loss: Tensor) -> None:
         """The loss is not waited for."""
         self.losses.append(loss.detach())
-        self._ends.append((self._job.steps, time.monotonic_ns()))
+        self.ends.append((self._job.steps, clock.monotonic_ns()))
         self._microbatches = step.cutter.local_microbatches
 
     def values(self) -> list[float]:
@@ -186,8 +187,8 @@ class StepRecord:
         is_cuda = device.type == "cuda"
         return {
             "losses": [loss if math.isfinite(loss) else None for loss in self.values()],
-            "loss_steps": [step for step, _ in self._ends],
-            "loss_s": [round((ns - origin_ns) / 1e9, 6) for _, ns in self._ends],
+            "loss_steps": [step for step, _ in self.ends],
+            "loss_s": [round((ns - origin_ns) / 1e9, 6) for _, ns in self.ends],
             "microbatches": self._microbatches,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "peak_device_bytes": torch.cuda.max_memory_allocated(device) if is_cuda else None,

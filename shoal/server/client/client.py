@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from shoal.errors import RunOver
 from shoal.protocol import FrameKind, Header, decode, encode, new_incarnation
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import OFF, Tracer
 from shoal.server import shared_memory as shared
@@ -233,7 +233,7 @@ class Client:
                 num_bytes = (stop - start) * self.out.element_size()
                 self.shared_bytes += num_bytes
                 if self.tracer.enabled:
-                    now_ns, server = time.monotonic_ns(), link.route.server("push")
+                    now_ns, server = clock.monotonic_ns(), link.route.server("push")
                     told = (f"push {server}", "shared memory", None, num_bytes, server)
                     self.tracer.add("push", now_ns, now_ns, *told)
             else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from shoal.embedding.row_copy import Rows
 from shoal.errors import PeerLost, ShoalError
 from shoal.protocol import HEADER_BYTES, Channel, FrameKind, Header, decode, unpack, verify
 from shoal.protocol.connection import Closed, Connection, pack_frame
+from shoal.runtime import clock
 from shoal.runtime.trace import OFF, Tracer
 from shoal.runtime.waits import waiting
 from shoal.server.client.route import Broken, MovedAway, Reply, Request, Route
@@ -133,6 +133,10 @@ class ServerLink:
         is_free = connection.is_plain and is_usable and not self.has_copies
         return connection if is_free and self._queues[channel].try_take() else None
 
+    def is_native(self, channel: Channel) -> bool:
+        """Whether its bytes go through a socket of the machine."""
+        return self.route.current[channel].sock.fileno() >= 0
+
     def give_back(self, channel: Channel) -> None:
         self._queues[channel].give_back()
 
@@ -147,7 +151,7 @@ class ServerLink:
 
     def call(self, channel: Channel, request: Request) -> Reply:
         """Carry out a request now, in this thread: sent again while connections break."""
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         unacknowledged = self._unacknowledged[channel]
         to_send = [request]
         who = f"rank {self.rank}"
@@ -186,7 +190,7 @@ class ServerLink:
         if self._tracer.enabled:
             server = self.route.server(channel)
             more = (request.kind.name, None, sum(len(part) for part in request.payload), server)
-            end_ns = time.monotonic_ns()
+            end_ns = clock.monotonic_ns()
             self._tracer.add(_SPANS[channel], began_ns, end_ns, f"{channel} {server}", *more)
         return reply
 
@@ -342,7 +346,7 @@ def begin_exchange(
         return None
     asked: list[Asked] = []
     for link, request in requests:
-        connection = link.take(channel)
+        connection = link.take(channel) if link.is_native(channel) else None
         if connection is None:
             for each in asked:
                 each.link.give_back(channel)

@@ -7,7 +7,6 @@ process ends, so it is not reopened.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from shoal.errors import PeerLost, RunOver, ShoalError
 from shoal.protocol import MAX_META_BYTES, Channel, ErrorReply, FrameKind, Header, Moved, decode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import RECONNECT_S, dial
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import server_name
 from shoal.server.messages import SetUp
@@ -123,7 +123,7 @@ class Route:
         self.put(channel, connection)
 
     def connect(self, channel: Channel, timeout_s: float) -> Connection:
-        start_s = time.monotonic()
+        start_s = clock.monotonic()
         while True:
             try:
                 connection = self.dial(self.address, channel, timeout_s)
@@ -131,7 +131,7 @@ class Route:
                 return connection
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
                 is_final = isinstance(error, Closed) and self.is_unix
-                after_s = round(time.monotonic() - start_s, 1)
+                after_s = round(clock.monotonic() - start_s, 1)
                 run_dir, is_again = self.caller.config.run_dir, self.caller.config.incarnation > 0
                 # started again too late: a server may end with the worker it is in
                 if is_again and run_dir is not None and run_dir.finished_ranks():
@@ -139,7 +139,7 @@ class Route:
                 if is_final or after_s > timeout_s or self.is_closing:
                     doing = f"connecting to {self.whom} at {self.address} ({error})"
                     raise PeerLost(self.rank, None, doing, after_s) from error
-            time.sleep(RETRY_S)
+            clock.sleep(RETRY_S)
 
     def other_stats(self) -> list[bytes]:
         """The final counters of the other copies, as far as they answer."""

@@ -77,7 +77,7 @@ class StartedServers:
         folder = self.config.server_checkpoint.folder
         if folder is not None:
             self.server.host.saver = ShardSaver(folder, "a server")
-        return self._address(local, self.server.remote_address)
+        return self._address(self.server.address, self.server.remote_address)
 
     # ------------------------------------------------------------------ the coordinator
 

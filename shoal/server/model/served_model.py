@@ -16,7 +16,6 @@ servers hold shards of a split replica, each a model of its own (`ReplicaSplit`)
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.protocol import Refused
+from shoal.runtime import clock
 from shoal.runtime.wording import counted
 from shoal.server.messages import (
     Ack,
@@ -64,7 +64,7 @@ class ServedModel:
         self.in_chain = in_chain
         self.is_leader = is_leader
         self.compression = None if spec.compress is None else PushCompression(spec)
-        self.lock = threading.Condition()
+        self.lock = clock.Condition()
         self.membership = Membership(self.lock, spec.rule)
         self.tables = Tables(self.lock, spec)
         self.state = ModelState(spec, self.tables, device)

@@ -12,7 +12,6 @@ copies of one slice have the same weights and optimizer state, bit for bit.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.protocol import Refused
+from shoal.runtime import clock
 from shoal.runtime.trace import OFF, Tracer
 from shoal.server import messages
 from shoal.server.consistency import Ledger
@@ -154,7 +154,7 @@ class ModelState:
     def _apply_step(self, step: messages.StepApplied) -> None:
         if step.version != self.version + 1:
             raise Refused(f"version {step.version} is out of order: expected {self.version + 1}")
-        start_ns = time.monotonic_ns()
+        start_ns = clock.monotonic_ns()
         latest = self.counted[-1].worker if self.counted else None  # else all pushes are lost
         if self.counted:
             self._sum_pushes(step.divisor)
@@ -166,7 +166,7 @@ class ModelState:
         self._latest_save = max(self._latest_save, step.save or 0)
         self.ledger.apply()
         call = f"version {step.version}"
-        end_ns = time.monotonic_ns()
+        end_ns = clock.monotonic_ns()
         self.tracer.add("update", start_ns, end_ns, "main", call, None, 0, latest, call)
 
     def _sum_pushes(self, divisor: float) -> None:

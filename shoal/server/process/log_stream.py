@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encod
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import CONNECT_S
 from shoal.protocol.handshake import dial
+from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.place import Elsewhere
 from shoal.server.messages import LogEntry, Norms, Scalar, WorkerLeft
@@ -45,7 +45,7 @@ class Followers(NoFollowers):
         self._model = model
         self._in_chain = model.in_chain
         self._connections: dict[int, Connection] = {}  # by index of the server
-        self._closed = threading.Event()
+        self._closed = clock.Event()
         self._asked: tuple[int, float] | None = None  # version and divisor of the open step
         self._norms: dict[int, tuple[float, ...]] = {}
         model.log.followers = self
@@ -182,7 +182,7 @@ class Follower:
             self._subscribe(self._model.spec.leader, CONNECT_S)
         run = self._follow_once if self._is_head is None else self._follow_again
         name = f"shoal-follow-{self._model.spec.index}"
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread = clock.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -225,7 +225,7 @@ class Follower:
             if connection is not None:
                 connection.close()
             attempt += 1
-            time.sleep(_RETRY_S)
+            clock.sleep(_RETRY_S)
 
     def _subscribe(self, address: str, timeout_s: float) -> None:
         spec = self._model.spec

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from shoal.errors import BadInput
 from shoal.protocol import Refused
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN
+from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.faults import busy_s
 from shoal.runtime.memory_limit import server_threads
@@ -50,13 +50,17 @@ class Slowness:
         if self.is_slow:
             self._of_thread.paid_s = busy_s()
 
+    def applied(self, model: ServedModel) -> None:
+        """A decision of the log took effect."""
+        self.pay()
+
     def pay(self) -> None:
         """What was paid before is not paid twice."""
         if not self.is_slow:
             return
         now_s = busy_s()
         paid_s = getattr(self._of_thread, "paid_s", now_s)
-        sleep((self.factor - 1) * max(0.0, now_s - paid_s))
+        clock.sleep((self.factor - 1) * max(0.0, now_s - paid_s))
         self._of_thread.paid_s = busy_s()
 
 
@@ -112,7 +116,7 @@ class ModelHost:
         self.slowness = Slowness()
         self.tracer: Tracer = OFF
         self.models: dict[int, ServedModel] = {}
-        self.changed = threading.Condition()
+        self.changed = clock.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
         self._following: list[Follower] = []
@@ -182,7 +186,7 @@ class ModelHost:
         except (BadInput, RuntimeError) as error:
             raise Refused(str(error)) from error
         model.log.on_save = partial(self._save, model_id, model)
-        model.state.on_applied = self.slowness.pay
+        model.state.on_applied = partial(self.slowness.applied, model)
         model.state.tracer = self.tracer
         model.log.may_lose = self.may_lose
         model.log.shared = 0 if self.in_chain and spec.servers > 1 else None

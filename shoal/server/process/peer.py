@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +25,7 @@ from shoal.protocol import (
 )
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import RECONNECT_S
+from shoal.runtime import clock
 from shoal.server.member.operations import Operation, Payload
 from shoal.server.member.place import Elsewhere
 from shoal.server.model.membership import ActiveConnection, Member, ModelFailure
@@ -260,7 +260,7 @@ class Peer:
         registered = self._check(header)
         slowness, connection = self.host.slowness, self.connection
         end_bytes = connection.received_bytes + header.payload_bytes
-        start_ns, before_bytes = time.monotonic_ns(), connection.sent_bytes + self.shared_bytes
+        start_ns, before_bytes = clock.monotonic_ns(), connection.sent_bytes + self.shared_bytes
         try:
             slowness.begin()
             self._check_place(header)
@@ -274,7 +274,7 @@ class Peer:
                 told = (header.kind.name, None, num_bytes, self.worker)
                 track = f"{self.channel} rank {self.worker}"
                 self.host.tracer.add(
-                    _TRACED[self.channel], start_ns, time.monotonic_ns(), track, *told
+                    _TRACED[self.channel], start_ns, clock.monotonic_ns(), track, *told
                 )
         except ModelFailure as failure:
             connection.skip(end_bytes - connection.received_bytes)

@@ -21,6 +21,7 @@ from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import dial
+from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.server.messages import CopiedRows
 from shoal.server.model.hot_table import NO_VERSION, RowChanges
@@ -44,7 +45,7 @@ class RowCopies:
         self._secret = secret
         self._tls = tls
         self._reading: dict[int, tuple[Connection, threading.Thread]] = {}  # by owner
-        self._making = threading.Lock()
+        self._making = clock.Lock()
         self._closed = False
 
     def follow(self, addresses: Sequence[str]) -> None:
@@ -57,7 +58,7 @@ class RowCopies:
                 with suppress(OSError, ShoalError):  # its rows are not copied until the next set
                     connection = self._subscribe(address)
                     name, args = f"shoal-copies-{owner}", (owner, connection)
-                    thread = threading.Thread(target=self._read, args=args, name=name, daemon=True)
+                    thread = clock.Thread(target=self._read, args=args, name=name, daemon=True)
                     self._reading[owner] = connection, thread
                     thread.start()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
 from shoal.runtime.files import StepCount
@@ -100,11 +100,11 @@ class StepContext:
     def _sleep(self, seconds: float) -> None:
         """A trace shows it: it is neither computing nor idling."""
         with self.services.tracer.span(INJECTED, "--slow"):
-            time.sleep(seconds)
+            clock.sleep(seconds)
 
     def _busy_s(self) -> float:
         """A clock that measures computing time."""
         if self.device.type != "cuda":
             return busy_s()
         torch.cuda.synchronize(self.device)
-        return time.monotonic()
+        return clock.monotonic()

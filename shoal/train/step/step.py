@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +22,7 @@ from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import in_form_of
 from shoal.replica.microbatch_context import MicroBatch
 from shoal.replica.split.shard import ReplicaShard
+from shoal.runtime import clock
 from shoal.runtime.trace import OFF, STEP, Tracer
 from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import SyncTerm
@@ -93,7 +93,7 @@ class Step:
         Where it raises PeerLost it can be undone: see `RollbackPoint`. Where replicas hold
         shards it may also have ended: `sync.movable` knows.
         """
-        start_ns = time.monotonic_ns()
+        start_ns = clock.monotonic_ns()
         self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
@@ -112,7 +112,7 @@ class Step:
         )
         self.sync.commit()
         self._count(batches)
-        self.tracer.add(STEP, start_ns, time.monotonic_ns(), "steps", f"step {self.steps}")
+        self.tracer.add(STEP, start_ns, clock.monotonic_ns(), "steps", f"step {self.steps}")
         if reports:
             self._report()
         return self.result()

@@ -1,0 +1,167 @@
+"""Messages between the devices of a cluster, which share its links, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.cluster import Cluster
+from shoal.cluster.topology import ClusterTopology
+from shoal.plan.simulator.messages import MessageNetwork, Routes, message_table
+from shoal.rehearse.virtual_time import VirtualTime
+from shoal.schedules.collectives import Collective
+
+
+class Message(NamedTuple):
+    """`repeats`: it stands for so many rounds, and takes as many alphas."""
+
+    src: int
+    dst: int
+    num_bytes: float
+    repeats: int = 1
+
+
+Phase = Sequence[Message]  # messages that begin together; the next phase when all have arrived
+
+
+class VirtualNetwork:
+    """The links of a cluster. A device is where a worker or server runs."""
+
+    def __init__(self, cluster: Cluster, time: VirtualTime):
+        self.cluster = cluster
+        self.topology = ClusterTopology(cluster)
+        self._time = time
+        self._messages = MessageNetwork(Routes(self.topology), cluster.devices)
+        self._arrived: dict[int, Callable[[], None]] = {}
+        self._number = 0
+        self._next_s: float | None = None
+        time.sources.append(self)
+
+    @property
+    def link_bytes(self) -> dict[str, float]:
+        carried = self._messages.carried_bytes.tolist()
+        named = zip(self.topology.links, carried, strict=True)
+        return {link.name: num_bytes for link, num_bytes in named if num_bytes}
+
+    def send(self, messages: Phase, arrived: Callable[[], None]) -> None:
+        """Messages that begin now; `arrived` is called when the last of them has come."""
+        leaving = [message for message in messages if message.src != message.dst]
+        if not leaving:
+            self._time.at(self._time.now_s, arrived)
+            return
+        missing = len(leaving)
+
+        def one_less() -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                arrived()
+
+        tags = np.arange(self._number, self._number + missing)
+        self._number += missing
+        self._arrived.update(dict.fromkeys(tags.tolist(), one_less))
+        src, dst, sizes, repeats = zip(*leaving, strict=True)
+        self._let_pass(self._time.now_s)
+        self._messages.start(
+            np.array(src), np.array(dst), np.array(sizes, np.float64), tags, np.array(repeats)
+        )
+        self._next_s = None
+
+    def send_phases(self, phases: Sequence[Phase], done: Callable[[], None]) -> None:
+        """One after the other."""
+        if not phases:
+            self._time.at(self._time.now_s, done)
+            return
+        self.send(phases[0], lambda: self.send_phases(phases[1:], done))
+
+    def next_s(self) -> float:
+        if self._next_s is None:
+            self._next_s = self._messages.next_end_s()
+        return self._next_s
+
+    def advance(self, to_s: float) -> None:
+        if to_s < self.next_s():
+            return
+        self._let_pass(to_s)
+
+    def _let_pass(self, to_s: float) -> None:
+        self._next_s = None
+        for tag in self._messages.advance(to_s):
+            self._arrived.pop(tag)()
+
+
+# ---------------------------------------------------------------------- collectives as phases
+
+_SMALL_BYTES = 64 << 10  # of a broadcast: below, a tree; above, in pieces
+
+
+def phases_of(kind: str, ranks: Sequence[int], num_bytes: float, inside: int) -> list[Phase]:
+    """How a collective of Shoal's own executors moves; `ranks` are devices, `inside` in a node."""
+    size = len(ranks)
+    if size == 1:
+        return []
+    match kind:
+        case "all_reduce":
+            return _by_levels(ranks, num_bytes, inside, both=True)
+        case "reduce_scatter" | "all_gather":
+            return _by_levels(ranks, num_bytes, inside, both=False)
+        case "broadcast" | "reduce" if num_bytes > _SMALL_BYTES:
+            return [_ring(ranks, num_bytes, 2)]
+        case "all_to_all" | "all_to_all_uneven":
+            pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
+            return [[Message(src, dst, num_bytes / size) for src, dst in pairs]]
+        case "gather":
+            return [[Message(src, ranks[0], num_bytes / size) for src in ranks[1:]]]
+        case "scatter":
+            return [[Message(ranks[0], dst, num_bytes / size) for dst in ranks[1:]]]
+    return _doubling(ranks, num_bytes)
+
+
+def phases_of_schedule(
+    collective: Collective, ranks: Sequence[int], num_bytes: float
+) -> list[Phase]:
+    """The rounds of a named algorithm."""
+    table, chunk = message_table(collective), collective.chunk_bytes(int(num_bytes))
+    phases = []
+    for number in range(table.num_rounds):
+        rows = table.of_round(number)
+        columns = (table.src[rows].tolist(), table.dst[rows].tolist(), table.chunks[rows].tolist())
+        moves = zip(*columns, strict=True)
+        phases.append([Message(ranks[src], ranks[dst], n * float(chunk)) for src, dst, n in moves])
+    return phases
+
+
+def _ring(ranks: Sequence[int], num_bytes: float, trips: int) -> Phase:
+    rounds = trips * (len(ranks) - 1)
+    size = rounds / len(ranks) * num_bytes
+    neighbours = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    return [Message(src, dst, size, rounds) for src, dst in neighbours]
+
+
+def _by_levels(ranks: Sequence[int], num_bytes: float, inside: int, both: bool) -> list[Phase]:
+    """Inside of nodes, between those of each place in a node, inside again."""
+    trips = 2 if both else 1
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // inside, []).append(rank)
+    sizes = {len(members) for members in nodes.values()}
+    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+        return [_ring(ranks, num_bytes, trips)]
+    share = num_bytes / sizes.pop()
+    within = [message for node in nodes.values() for message in _ring(node, num_bytes, 1)]
+    columns = zip(*nodes.values(), strict=True)
+    between = [message for column in columns for message in _ring(column, share, trips)]
+    return [within, between, within] if both else [within, between]
+
+
+def _doubling(ranks: Sequence[int], num_bytes: float) -> list[Phase]:
+    """A round for each doubling of distance, as in a tree or a dissemination."""
+    phases = []
+    distance = 1
+    while distance < len(ranks):
+        ends = [(place, (place + distance) % len(ranks)) for place in range(len(ranks))]
+        phases.append([Message(ranks[src], ranks[dst], num_bytes) for src, dst in ends])
+        distance *= 2
+    return phases

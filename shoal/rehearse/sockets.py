@@ -1,0 +1,203 @@
+"""Connections between virtual workers and servers: bytes that take their time on the links."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shoal.errors import BadInput
+from shoal.rehearse.network import Message, VirtualNetwork
+from shoal.rehearse.virtual_time import Fiber, VirtualTime
+
+_ADDRESS = "virtual:"
+
+
+@dataclass(eq=False)
+class _Flight:
+    """Bytes on their way; None is the end of the connection."""
+
+    data: bytes | None
+    is_here: bool = False
+
+
+@dataclass(eq=False)
+class Place:
+    """A process: where it runs."""
+
+    name: str
+    device: int
+    is_dead: bool = False
+
+
+class VirtualSocket:
+    """One end of a connection. What is sent arrives in its order, and nothing is refused."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, network: VirtualNetwork, time: VirtualTime, place: Place):
+        self._network = network
+        self._time = time
+        self._place = place
+        self._peer: VirtualSocket | None = None
+        self._flights: deque[_Flight] = deque()  # to the peer
+        self._arrived = bytearray()
+        self._taken = 0  # of what has arrived
+        self._is_over = False  # nothing else will arrive
+        self._is_shut = False
+        self._reader: Fiber | None = None
+        self._timeout_s: float | None = None
+
+    def join(self, peer: VirtualSocket) -> None:
+        self._peer, peer._peer = peer, self
+
+    # ------------------------------------------------------------------ sending
+
+    def sendmsg(self, views: Iterable[memoryview], ancillary: object = ()) -> int:
+        data = b"".join(views)
+        self._transmit(data)
+        return len(data)
+
+    def send(self, data: bytes, flags: int = 0) -> int:
+        self._transmit(bytes(data))
+        return len(data)
+
+    def sendall(self, data: memoryview) -> None:
+        self._transmit(bytes(data))
+
+    def _transmit(self, data: bytes | None) -> None:
+        peer = self._peer
+        if self._is_shut or peer is None or (data is not None and peer._is_shut):
+            if data is None:
+                return
+            raise BrokenPipeError("the connection has ended")
+        flight = _Flight(data)
+        self._flights.append(flight)
+
+        def arrived() -> None:
+            flight.is_here = True
+            while self._flights and self._flights[0].is_here:
+                peer._take(self._flights.popleft().data)
+
+        size = 0 if data is None else len(data)
+        ends = (self._place.device, peer._place.device)
+        self._network.send([Message(*ends, size)], arrived)
+
+    def _take(self, data: bytes | None) -> None:
+        if data is None:
+            self._is_over = True
+        else:
+            self._arrived += data
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None:
+            self._time.wake(self._reader)
+
+    # ------------------------------------------------------------------ receiving
+
+    def recv_into(self, view: memoryview) -> int:
+        end_s = None if self._timeout_s is None else self._time.now_s + self._timeout_s
+        self._reader = self._time.current
+        if end_s is not None:
+            self._time.at(end_s, self._wake)
+        while self._taken == len(self._arrived) and not (self._is_over or self._is_shut):
+            if end_s is not None and self._time.now_s >= end_s:
+                raise TimeoutError("timed out")
+            self._time.park(f"bytes from {self._peer._place.name if self._peer else 'nobody'}")
+        count = min(len(view), len(self._arrived) - self._taken)
+        with memoryview(self._arrived) as arrived:
+            view[:count] = arrived[self._taken : self._taken + count]
+        self._taken += count
+        if self._taken == len(self._arrived):
+            self._arrived = bytearray()
+            self._taken = 0
+        return count
+
+    def recvmsg_into(
+        self, views: list[memoryview], *_: int
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
+        return self.recv_into(views[0]), [], 0, None
+
+    # ------------------------------------------------------------------ the rest of a socket
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
+
+    def gettimeout(self) -> float | None:
+        return self._timeout_s
+
+    def getpeername(self) -> str:
+        return ""
+
+    def fileno(self) -> int:
+        return -1
+
+    def shutdown(self, how: int) -> None:
+        if self._is_shut:
+            return
+        self._transmit(None)
+        self._is_shut = True
+        self._wake()
+
+    def close(self) -> None:
+        self.shutdown(socket.SHUT_RDWR)
+
+
+class VirtualListener:
+    """What accepts at an address."""
+
+    def __init__(self, time: VirtualTime, place: Place):
+        self.place = place
+        self._time = time
+        self._waiting: deque[VirtualSocket] = deque()
+        self._acceptor: Fiber | None = None
+        self.is_closed = False
+
+    def add(self, sock: VirtualSocket) -> None:
+        self._waiting.append(sock)
+        if self._acceptor is not None:
+            self._time.wake(self._acceptor)
+
+    def accept(self, make_room: Callable[[], bool]) -> VirtualSocket | None:
+        self._acceptor = self._time.current
+        while not self._waiting and not self.is_closed:
+            self._time.park("connections")
+        return self._waiting.popleft() if self._waiting else None
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._acceptor is not None:
+            self._time.wake(self._acceptor)
+
+
+class VirtualSockets:
+    """The connections of a rehearsal, in place of those of the machine (`protocol/endpoint.py`)."""
+
+    def __init__(self, network: VirtualNetwork, time: VirtualTime):
+        self._network = network
+        self._time = time
+        self._listeners: dict[str, VirtualListener] = {}
+
+    def listen(self, address: str) -> tuple[str, VirtualListener]:
+        name = address if address.startswith(_ADDRESS) else _ADDRESS + address
+        listener = VirtualListener(self._time, self._place())
+        self._listeners[name] = listener
+        return name, listener
+
+    def connect(self, address: str) -> VirtualSocket:
+        listener = self._listeners.get(address)
+        if listener is None or listener.is_closed or listener.place.is_dead:
+            raise ConnectionRefusedError(f"nothing listens at {address}")
+        here = VirtualSocket(self._network, self._time, self._place())
+        there = VirtualSocket(self._network, self._time, listener.place)
+        here.join(there)
+        listener.add(there)
+        return here
+
+    def _place(self) -> Place:
+        place = self._time.current.group
+        if not isinstance(place, Place):
+            raise BadInput("a connection is opened outside of all workers and servers")
+        return place

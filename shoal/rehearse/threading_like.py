@@ -1,0 +1,206 @@
+"""Locks, conditions, events and threads with the interface of `threading`, in virtual time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from shoal.rehearse.virtual_time import Fiber, VirtualTime
+
+
+class _Entered:
+    """`with` acquires and releases."""
+
+    def acquire(self) -> bool:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class VirtualLock(_Entered):
+    """Taken again by the fiber that holds it where `is_reentrant`."""
+
+    def __init__(self, time: VirtualTime, is_reentrant: bool = False):
+        self._time = time
+        self._is_reentrant = is_reentrant
+        self._owner: Any = None
+        self._depth = 0
+        self._waiting: deque[Fiber] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = self._me()
+        if self._is_reentrant and self._owner is me:
+            self._depth += 1
+            return True
+        if not self._depth:
+            self._owner, self._depth = me, 1
+            return True
+        if not blocking:
+            return False
+        fiber = self._time.current
+        self._waiting.append(fiber)
+        try:
+            while self._owner is not me:
+                self._time.park("a lock")
+        except BaseException:
+            self._give_up(fiber)
+            raise
+        return True
+
+    def release(self) -> None:
+        """The one that waits longest has it next."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self._owner = None
+        if self._waiting:
+            self._owner, self._depth = self._waiting.popleft(), 1
+            self._time.wake(self._owner)
+
+    def _give_up(self, fiber: Fiber) -> None:
+        if fiber in self._waiting:
+            self._waiting.remove(fiber)
+        elif self._owner is fiber:
+            self.release()
+
+    def locked(self) -> bool:
+        return self._depth > 0
+
+    def release_all(self) -> int:
+        depth, self._depth = self._depth, 1
+        self.release()
+        return depth
+
+    def acquire_again(self, depth: int) -> None:
+        self.acquire()
+        self._depth = depth
+
+    def _me(self) -> object:
+        return self._time.current if self._time.is_fiber else threading.get_ident()
+
+
+class VirtualCondition(_Entered):
+    def __init__(self, time: VirtualTime, lock: VirtualLock | None = None):
+        self._time = time
+        self._lock = lock or VirtualLock(time, is_reentrant=True)
+        self._waiting: deque[tuple[Fiber, list[bool]]] = deque()
+        self.acquire = self._lock.acquire  # type: ignore[assignment]
+        self.release = self._lock.release  # type: ignore[method-assign]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        time, fiber = self._time, self._time.current
+        woken: list[bool] = []
+        entry = (fiber, woken)
+        self._waiting.append(entry)
+        depth = self._lock.release_all()
+        if timeout is not None:
+            time.at(time.now_s + max(0.0, timeout), lambda: self._expire(entry))
+        try:
+            while not woken:
+                time.park("a condition")
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            self._lock.acquire_again(depth)
+        return woken[0]
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        end_s = None if timeout is None else self._time.now_s + timeout
+        while not (result := predicate()):
+            left_s = None if end_s is None else end_s - self._time.now_s
+            if left_s is not None and left_s <= 0:
+                break
+            self.wait(left_s)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiting))):
+            fiber, woken = self._waiting.popleft()
+            woken.append(True)
+            self._time.wake(fiber)
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+    def _expire(self, entry: tuple[Fiber, list[bool]]) -> None:
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+            entry[1].append(False)
+            self._time.wake(entry[0])
+
+
+class VirtualEvent:
+    def __init__(self, time: VirtualTime):
+        self._condition = VirtualCondition(time)
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._condition.notify_all()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._condition:
+            return bool(self._condition.wait_for(lambda: self._is_set, timeout))
+
+
+class VirtualThread(threading.Thread):
+    """A fiber of the worker or server that starts it."""
+
+    time: VirtualTime  # of the rehearsal that runs
+
+    def start(self) -> None:
+        started_by = self.time.current
+        body = super().run
+        place = (started_by.worker, self, started_by.group)
+        self._fiber = self.time.spawn(self.name, body, *place)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.time.join(self._fiber)
+
+    def is_alive(self) -> bool:
+        return not self._fiber.is_over
+
+
+class VirtualClock:
+    """What `runtime.clock` has while a rehearsal runs."""
+
+    def __init__(self, time: VirtualTime):
+        self._time = time
+        self.sleep = time.sleep
+        self.Thread = type("Thread", (VirtualThread,), {"time": time})
+
+    def Lock(self) -> VirtualLock:
+        return VirtualLock(self._time)
+
+    def Condition(self, lock: VirtualLock | None = None) -> VirtualCondition:
+        return VirtualCondition(self._time, lock)
+
+    def Event(self) -> VirtualEvent:
+        return VirtualEvent(self._time)
+
+    def monotonic(self) -> float:
+        return self._time.now_s
+
+    def monotonic_ns(self) -> int:
+        return round(self._time.now_s * 1e9)

@@ -1,0 +1,36 @@
+"""Time, threads and locks, as the runtime uses them: those of the machine.
+
+A rehearsal (`shoal/rehearse/`) puts virtual ones in their place, for as long as it lasts. So what
+waits for another thread, worker or server takes them from here, by their names at the moment of
+use: `clock.Lock()`, `clock.sleep(…)`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Lock = threading.Lock
+Condition = threading.Condition
+Event = threading.Event
+Thread = threading.Thread
+monotonic = time.monotonic
+monotonic_ns = time.monotonic_ns
+sleep = time.sleep
+
+_NAMES = ("Lock", "Condition", "Event", "Thread", "monotonic", "monotonic_ns", "sleep")
+
+
+@contextmanager
+def replaced(by: Any) -> Iterator[None]:
+    """While the block runs, the attributes of `by` are what this module has under these names."""
+    names = globals()
+    before = {name: names[name] for name in _NAMES}
+    names.update((name, getattr(by, name)) for name in _NAMES)
+    try:
+        yield
+    finally:
+        names.update(before)
