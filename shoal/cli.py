@@ -42,6 +42,7 @@ COMMANDS = {
     "explain": "explain.explain",
     "compare": "compare.compare",
     "scale": "scale.scale",
+    "rehearse": "rehearse.rehearse",
     "report": "report.report",
     "predict": "predict.predict",
     "simulate": "simulate.simulate",

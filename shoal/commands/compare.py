@@ -117,14 +117,14 @@ def compare(
     command = command_for(script, args)
     target = command[2:] if command[1] == "-m" else command[1:]
     has_faults = bool(slow or slow_link or kill)
-    names = _strategies(strategy or (WAYS_TO_WAIT if has_faults else None), workers)
+    names = strategies_of(strategy or (WAYS_TO_WAIT if has_faults else None), workers)
     if steps is None and target[0].startswith("shoal.examples."):
         steps = FAULTY_STEPS if has_faults else EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
     config = replace(config, slow=tuple(slow or ()), kill=tuple(kill or ()))
     check_faults(config, workers, why_no_servers="shoal compare slows and kills workers")
     faults = RunFaults(bool(slow or slow_link), bool(kill), _rates(slow_link or (), workers))
-    target_loss = _target(until)
+    target_loss = target_loss_of(until)
     with ending_by_exception(), scratch_folder("compare") as folder:
         groups = alternating(names, workers, folder, steps, apart, faults)
         comparison = Comparison(
@@ -149,7 +149,7 @@ def _parts(
     title = f"{document['script']} on {counted(document['workers'], 'worker')}{length}"
     whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
     said = (f"{name}: {why}" for name, why in whys if why and why != INTERRUPTED)
-    return [_table(outcomes, title), _results(outcomes, until), *said]
+    return [speed_table(outcomes, title), result_table(outcomes, until), *said]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _rates(texts: Sequence[str], workers: int) -> dict[int, float]:
     return found
 
 
-def _target(text: str | None) -> float | None:
+def target_loss_of(text: str | None) -> float | None:
     name, _, number = (text or "loss=0").partition("=")
     with suppress(ValueError):
         if name == "loss" and math.isfinite(float(number)):
@@ -250,7 +250,7 @@ def alternating(
     return groups + [[run(name, short, clean=True)] for name in served if faults.slows]
 
 
-def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
+def strategies_of(given: Sequence[str] | None, workers: int) -> list[str]:
     """Those that are given, or one of each kind, and the options that matter most."""
     if given:
         others = [text for text in given if as_strategy(text) != as_strategy("single")]
@@ -356,7 +356,7 @@ class Comparison:
 # ------------------------------------------------------------------------------ output
 
 
-def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
+def speed_table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     """Speeds and traffic; columns that say nothing of any strategy are left out."""
     columns: dict[str, Callable[[RunOutcome], str | None]] = {
         "steps/s": lambda o: _shown(o.steps_per_s, "{:,.1f}".format),
@@ -380,7 +380,7 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     return table
 
 
-def _results(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
+def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
     """What the runs came to, and what became of what their workers sent."""
     names = [list(o.evaluated) for o in outcomes if o.evaluated]
     metric = next((name for group in names for name in group if name != "loss"), None)

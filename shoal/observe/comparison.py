@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.observe.time_shares import Arrivals, TimeShares, time_shares
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.trace import read_spans
+from shoal.runtime.trace import Trace, read_spans
 from shoal.runtime.wording import counted, listed
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
@@ -168,12 +168,25 @@ def outcome_of(
     until: float | None = None,
 ) -> RunOutcome:
     """What the reports of a run say; `base` is the run of single on one worker."""
-    reports = [r for r in RunDir(Path(run.folder)).read_reports(run.workers) if r is not None]
+    folder = Path(run.folder)
+    reports = [r for r in RunDir(folder).read_reports(run.workers) if r is not None]
     refused = next((r["refused"] for r in reports if "refused" in r), None)
     if refused is not None:
         return RunOutcome(run.strategy, run.workers, refused=str(refused))
     if len(reports) < (1 if run.may_lose else run.workers):
         return RunOutcome(run.strategy, run.workers, failed="it wrote no report")
+    return outcome_from(run, reports, read_spans(folder), base, base_losses, until)
+
+
+def outcome_from(
+    run: ComparedRun,
+    reports: Sequence[dict[str, Any]],
+    spans: Trace,
+    base: RunOutcome | None,
+    base_losses: Sequence[float],
+    until: float | None = None,
+) -> RunOutcome:
+    """What a run came to, from the reports and the spans of its workers."""
     strategy = as_strategy(run.strategy)
     batches = strategy.sync_for(run.workers).batches
     evaluated = reports[0]["evaluated"]
@@ -182,7 +195,7 @@ def outcome_of(
     loss = evaluated.get("loss", training)
     rates = [r["samples_per_s"] for r in reports if r["samples_per_s"] is not None]
     sent = [sent_bytes(run, report["sync"], report.get("group_bytes")) for report in reports]
-    times = _times(Path(run.folder), reports)
+    times = _times(spans, reports)
     speed = steps_per_s(reports, batches is Batches.IN_TURNS)
     there = {report["rank"] for report in reports}
     until_s, until_steps = _reached(reports, until)
@@ -309,9 +322,8 @@ def losses_of(run: ComparedRun) -> list[float]:
     return list(report["losses"]) if report and "losses" in report else []
 
 
-def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[TimeShares]:
+def _times(spans: Trace, reports: Sequence[dict[str, Any]]) -> list[TimeShares]:
     """The time shares of each worker while its speed was measured."""
-    spans = read_spans(folder)
     arrivals = Arrivals(spans)
     return [
         time_shares(spans[report["rank"]], report["rank"], arrivals, tuple(report["measured_ns"]))

@@ -7,7 +7,7 @@ which so much of the model's parameters is done.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +19,11 @@ from shoal.plan.step.step_price import weights_of
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
 from shoal.rehearse.virtual_time import VirtualTime
-from shoal.runtime.trace import Recorder, Tracer
+from shoal.runtime.trace import COMPUTE, Recorder
 from shoal.server.model.served_model import ServedModel
 from shoal.server.process.model_host import Slowness
 from shoal.strategy.strategy import Strategy
 from shoal.train.step.step import Step
-
-_KINDS = ("forward", "backward", "weight gradient", "update")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Pace:
         self._step: Step | None = None
         self._budget_s = self._spent_s = 0.0
         self._is_computing = False
-        self.busy_s = 0.0
 
     def watch(self, step: Step) -> None:
         """Hand over the buckets of this step at their moments."""
@@ -115,7 +112,6 @@ class Pace:
         passed_s = share * self._budget_s - self._spent_s
         if passed_s > 0:
             self._spent_s += passed_s
-            self.busy_s += passed_s
             self._time.sleep(passed_s)
 
     def _seconds(self, kind: str, detail: str, microbatch: int | None) -> float:
@@ -133,38 +129,20 @@ class Pace:
         return factor * whole_s * rows / max(1, self._times.rows)
 
 
-def _paced(
-    pace: Pace, kind: str, detail: str, microbatch: int | None, track: str
-) -> AbstractContextManager[None]:
-    is_compute = track == "main" and kind in _KINDS
-    return pace.computing(kind, detail, microbatch) if is_compute else nullcontext()
-
-
-class PacedTracer(Tracer):
-    """Records nothing, and lets time pass in the spans of computing."""
-
-    def __init__(self, pace: Pace):
-        self._pace = pace
-
-    def span(
-        self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
-    ) -> AbstractContextManager[dict[str, Any] | None]:
-        return _paced(self._pace, kind, detail, microbatch, track)
-
-
 class PacedRecorder(Recorder):
-    """Records spans in virtual time."""
+    """Records spans in virtual time, and lets it pass in those of computing."""
 
-    def __init__(self, pace: Pace, rank: int, host: str):
-        super().__init__(rank, 0, host)
+    def __init__(self, pace: Pace, rank: int):
+        super().__init__(rank, 0)
         self._pace = pace
 
     @contextmanager
     def span(
         self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
     ) -> Iterator[dict[str, Any]]:
-        recorded = super().span(kind, detail, microbatch, track)
-        with recorded as more, _paced(self._pace, kind, detail, microbatch, track):
+        is_compute = track == "main" and kind in COMPUTE
+        paced = self._pace.computing(kind, detail, microbatch) if is_compute else nullcontext()
+        with super().span(kind, detail, microbatch, track) as more, paced:
             yield more
 
 

@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
 from shoal.rehearse.executor import Exchange, Virtual
 from shoal.rehearse.network import VirtualNetwork
-from shoal.rehearse.pace import Pace, PacedRecorder, PacedTracer, ServerPace, StepTimes
+from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, StepTimes
 from shoal.rehearse.random_state import RandomState
 from shoal.rehearse.sockets import Place, VirtualSockets
 from shoal.rehearse.threading_like import VirtualClock
@@ -28,7 +28,7 @@ from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_worker import seed_python
-from shoal.runtime.trace import Recorder, Trace
+from shoal.runtime.trace import Recorder, Trace, server_name
 from shoal.server.process.server import Server
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
@@ -49,32 +49,21 @@ class RehearsalSpec:
     uneven: Unevenness
     seed: int = 0
     steps: int | None = None
-    records: bool = False  # the spans of every process
     is_shown: bool = False  # what the script and its first worker print
 
 
-@dataclass
-class WorkerOutcome:
-    """What one worker did; times are virtual seconds since the start of the rehearsal."""
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal came to; times are virtual, from its start."""
 
-    losses: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # of the job, at each loss
-    ends_s: list[float] = field(default_factory=list)
-    busy_s: float = 0.0
-    report: dict[str, Any] = field(default_factory=dict)
-    result: Any = None
-
-
-@dataclass
-class RehearsalOutcome:
-    strategy: str
     seconds: float
-    workers: list[WorkerOutcome]
+    reports: list[dict[str, Any]]  # of each worker, as those of a run
+    results: list[Any]  # what each training function has returned
     link_bytes: dict[str, float]
-    spans: Trace = field(default_factory=dict)
+    spans: Trace
 
 
-def rehearse(train: Train, spec: RehearsalSpec) -> RehearsalOutcome:
+def rehearse(train: Train, spec: RehearsalSpec) -> Rehearsed:
     """Run `train(job)` on virtual workers; the same call gives the same bits and times."""
     return _Rehearsal(train, spec).run()
 
@@ -96,8 +85,9 @@ class _Rehearsal:
         self.network = VirtualNetwork(cluster, self.time)
         algorithm = term.collective_algorithm or "auto"
         self.exchange = Exchange(self.network, self.time, range(spec.workers), algorithm)
-        self.outcomes = [WorkerOutcome() for _ in range(spec.workers)]
-        self.recorders: list[Recorder] = []
+        self._reports: dict[int, dict[str, Any]] = {}
+        self._results: dict[int, Any] = {}
+        self._recorders: list[Recorder] = []
         self._models: set[nn.Module] = set()
         self._secret = secrets.token_bytes(32)
 
@@ -109,7 +99,7 @@ class _Rehearsal:
                 "lose any yet: leave out elastic and replicas"
             )
 
-    def run(self) -> RehearsalOutcome:
+    def run(self) -> Rehearsed:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums have the same order on every machine
         try:
@@ -122,10 +112,14 @@ class _Rehearsal:
                 self.time.run(self._body)
         finally:
             torch.set_num_threads(threads)
-        spans: Trace = {recorder.process: recorder.spans for recorder in self.recorders}
-        seconds = max((each.ends_s[-1] for each in self.outcomes if each.ends_s), default=0.0)
-        return RehearsalOutcome(
-            str(self.spec.strategy), seconds, self.outcomes, self.network.link_bytes, spans
+        spans: Trace = {recorder.process: recorder.spans for recorder in self._recorders}
+        ranks = range(self.spec.workers)
+        return Rehearsed(
+            max((ns for report in self._reports.values() for ns in report["loss_s"]), default=0.0),
+            [self._reports[rank] for rank in ranks],
+            [self._results[rank] for rank in ranks],
+            self.network.link_bytes,
+            spans,
         )
 
     # ------------------------------------------------------------------ processes
@@ -158,22 +152,16 @@ class _Rehearsal:
     def _serve(self, index: int) -> Server:
         server = Server(f"virtual:server-{index}", self._secret)
         server.host.slowness = ServerPace(self.time, self.spec.times.apply_s)
-        if self.spec.records:
-            recorder = Recorder(f"server {index}", 0, "rehearsal")
-            server.host.tracer = recorder
-            self.recorders.append(recorder)
+        server.host.tracer = Recorder(server_name(index), 0)
+        self._recorders.append(server.host.tracer)
         return server
 
     def _work(self, rank: int) -> None:
         spec = self.spec
-        outcome = self.outcomes[rank]
         pace = Pace(self.time, spec.times, rank, spec.uneven)
-        executor: Any = Virtual(self.exchange, range(spec.workers), rank)
-        tracer: PacedTracer | PacedRecorder = PacedTracer(pace)
-        if spec.records:
-            tracer = PacedRecorder(pace, rank, "rehearsal")
-            self.recorders.append(tracer)
-            executor = Traced(executor, tracer)
+        tracer = PacedRecorder(pace, rank)
+        self._recorders.append(tracer)
+        executor = Traced(Virtual(self.exchange, range(spec.workers), rank), tracer)
         devices = spec.cluster.node.devices
         config = replace(
             RunConfig(),
@@ -207,13 +195,14 @@ class _Rehearsal:
         if spec.steps is not None:
             job.stop_after(spec.steps)
         with suppress(StopTraining):
-            outcome.result = self._train(job)
+            self._results[rank] = self._train(job)
         job.close()
-        outcome.report = job.report()
-        outcome.losses = record.values()
-        outcome.steps = [step for step, _ in record.ends]
-        outcome.ends_s = [ns / 1e9 for _, ns in record.ends]
-        outcome.busy_s = pace.busy_s
+        self._reports[rank] = {
+            **job.report(),
+            **record.report(0),
+            "losses": record.values(),
+            "group_bytes": tracer.sent.total,
+        }
 
     def _check_model(self, step: Any) -> None:
         if step.model in self._models:
@@ -253,9 +242,3 @@ def _silent(is_shown: bool) -> Iterator[None]:
         return
     with open("/dev/null", "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         yield
-
-
-def waiting_share(outcome: WorkerOutcome) -> float:
-    """Of a worker's time, what it does not compute."""
-    whole_s = outcome.ends_s[-1] if outcome.ends_s else 0.0
-    return 1 - outcome.busy_s / whole_s if whole_s else 0.0

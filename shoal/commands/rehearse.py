@@ -1,0 +1,197 @@
+"""`shoal rehearse`: train on a cluster that is not there, and see the loss over its seconds.
+
+One process runs all workers and servers of a strategy, one at a time, in virtual time
+(`shoal/rehearse/`). Strategies follow each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cluster.units import show_bytes, show_seconds
+from shoal.commands import options
+from shoal.commands.compare import (
+    WAYS_TO_WAIT,
+    Strategies,
+    result_table,
+    speed_table,
+    strategies_of,
+    target_loss_of,
+)
+from shoal.commands.launching import check_folder, command_for
+from shoal.commands.output import Part, show
+from shoal.commands.subject import Subject, named_cluster, workload_of_command
+from shoal.errors import BadInput, ShoalError
+from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
+from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.runtime.faults import read_slow
+from shoal.runtime.wording import counted, say
+from shoal.strategy.strategy import as_strategy
+
+Jitter = Annotated[
+    float | None,
+    typer.Option(
+        help="Standard deviation of a step's computing, as a share of it.",
+        show_default="that of the cluster",
+    ),
+]
+
+
+@options.with_fields
+def rehearse(
+    script: options.Script,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 4,
+    strategy: Strategies = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="A cluster file, or a preset such as dgx-a100.", show_default="this machine"
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many steps.", show_default="script's")
+    ] = None,
+    slow: options.Slow = None,
+    jitter: Jitter = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="loss=NUMBER", help="Seconds and steps until the loss is so low."),
+    ] = None,
+    seed: options.Seed = None,
+    trace: options.Trace = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train on a cluster that you do not have, in one process: which strategy is there first?
+
+    Gradients, updates and messages are real, seconds are virtual: computing lasts what the
+    planner says of the cluster's devices, messages what its links let through. The same command
+    gives the same bits and seconds.
+    """
+    check_folder(trace, "a trace")
+    names = strategies_of(strategy or WAYS_TO_WAIT, workers)
+    target = target_loss_of(until)
+    command = command_for(script, args)
+    say("reading the model of the script")
+    subject = workload_of_command(command)
+    stage = _Stage(subject, cluster, workers, steps, read_slow(slow or (), workers), jitter, seed)
+    words = command[2:] if command[1] == "-m" else command[1:]
+    stage.rehearse_script(words, names, target)
+    if trace is not None:
+        _write_trace(stage, trace)
+    shown = [outcome for outcome in stage.outcomes if outcome.ran]
+    document = {
+        "script": script,
+        "workers": workers,
+        "cluster": stage.hardware.name,
+        "seed": seed or 0,
+        "runs": [one.to_json() | stage.more[one.strategy] for one in stage.outcomes],
+    }
+    show(document, _parts(stage, document, until), as_json, width=80, wraps=True)
+    if not shown:
+        raise typer.Exit(1)
+
+
+@dataclass
+class _Stage:
+    """Rehearses one strategy after the other."""
+
+    subject: Subject
+    cluster: str | None
+    workers: int
+    steps: int | None
+    slow: dict[int, float]
+    jitter: float | None
+    seed: int | None
+    outcomes: list[RunOutcome] = field(default_factory=list)
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
+    spans: Any = None  # of the latest
+
+    def __post_init__(self) -> None:
+        from shoal.rehearse.pace import uneven_of
+
+        self.hardware = named_cluster(self.cluster or "(this-machine)")
+        hardware = self.hardware.of_size(self.workers)
+        self.uneven: Unevenness = uneven_of(hardware, self.slow, self.jitter, self.seed or 0)
+
+    def rehearse_script(self, words: list[str], names: Sequence[str], until: float | None) -> None:
+        """Run a script up to `shoal.run`, and rehearse its training function from there."""
+        from shoal.commands.script_worker import run_script
+
+        def all_strategies(train: Any) -> None:
+            for name in names:
+                say(f"rehearsing {name}")
+                self._rehearse(train, name, until)
+
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            run_script(words, all_strategies)
+
+    def _rehearse(self, train: Any, name: str, until: float | None) -> None:
+        from shoal.rehearse.pace import step_times
+        from shoal.rehearse.world import RehearsalSpec, rehearse
+
+        value = as_strategy(name)
+        self.more[name] = {}
+        try:
+            times = step_times(
+                self.subject.workload, self.hardware, value, self.workers, self.subject.batch
+            )
+            spec = RehearsalSpec(
+                value,
+                self.workers,
+                self.hardware,
+                times,
+                self.uneven,
+                self.seed or 0,
+                self.steps,
+            )
+            done = rehearse(train, spec)
+        except BadInput as error:
+            self.outcomes.append(RunOutcome(name, self.workers, refused=str(error)))
+            return
+        except ShoalError as error:
+            self.outcomes.append(RunOutcome(name, self.workers, failed=str(error)))
+            return
+        run = ComparedRun(len(self.outcomes), name, self.workers, "")
+        self.outcomes.append(outcome_from(run, done.reports, done.spans, None, (), until))
+        self.spans = done.spans
+        busiest = max(done.link_bytes.items(), key=lambda one: one[1], default=None)
+        self.more[name] = {
+            "virtual_s": done.seconds,
+            "losses": done.reports[0]["losses"],
+            "loss_s": done.reports[0]["loss_s"],
+            "link_bytes": done.link_bytes,
+            "busiest": busiest,
+        }
+
+
+def _write_trace(stage: _Stage, trace: Path) -> None:
+    from shoal.observe.time_shares import write_chrome
+
+    if stage.spans:
+        say(write_chrome(stage.spans, trace))
+
+
+def _parts(stage: _Stage, document: dict[str, Any], until: str | None) -> list[Part]:
+    outcomes = stage.outcomes
+    title = (
+        f"{document['script']} rehearsed on {counted(stage.workers, 'worker')} of "
+        f"{stage.hardware.name}: seconds are virtual"
+    )
+    whys = [f"{one.strategy}: {why}" for one in outcomes if (why := one.refused or one.failed)]
+    said = []
+    for one in outcomes:
+        more = stage.more[one.strategy]
+        if more:
+            link = more["busiest"]
+            carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
+            took = show_seconds(more["virtual_s"])
+            said.append(f"{one.strategy}: {counted(one.steps, 'step')} in {took}{carried}")
+    return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys]
