@@ -28,6 +28,7 @@ LAYERS = [
     ["data"],
     ["train"],
     ["calibration", "observe"],
+    ["rehearse"],
     ["launch.rank", "integrations", "examples", "report_page"],
     ["commands", "planning", "cli", "__main__"],
 ]

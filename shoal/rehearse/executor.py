@@ -16,7 +16,13 @@ from shoal.comm.call import Call
 from shoal.comm.executor import Executor
 from shoal.errors import ShoalError
 from shoal.rehearse.arithmetic import carry_out
-from shoal.rehearse.network import Message, Phase, VirtualNetwork, phases_of, phases_of_schedule
+from shoal.rehearse.network import (
+    Phase,
+    VirtualMessage,
+    VirtualNetwork,
+    phases_of,
+    phases_of_schedule,
+)
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.schedules.collectives.catalog import build, proven_collective
 from shoal.schedules.user import is_user_function
@@ -73,7 +79,7 @@ class _GroupState:
         self.is_busy = False
 
 
-class Exchange:
+class VirtualRanks:
     """What the ranks of a world share: groups, mailboxes and the network."""
 
     def __init__(
@@ -107,7 +113,7 @@ class Exchange:
         group.is_busy = True
         meeting = group.complete.popleft()
         calls = [meeting.calls[rank] for rank in range(len(ranks))]
-        error = _different(calls, ranks)
+        error: Exception | None = _different(calls, ranks)
         if error is None:
             try:
                 carry_out(calls)
@@ -155,7 +161,7 @@ class Exchange:
             flight.has_arrived = True
             self._deliver(key)
 
-        self.network.send([Message(*ends, data.nbytes)], arrived)
+        self.network.send([VirtualMessage(*ends, data.nbytes)], arrived)
 
     def receive(self, key: MessageKey, into: Tensor, doing: str) -> VirtualWork:
         work = VirtualWork(self.time, doing)
@@ -206,7 +212,7 @@ def _different(calls: Sequence[Call], ranks: Sequence[int]) -> ShoalError | None
 class Virtual(Executor):
     """One rank of a group of virtual ranks."""
 
-    def __init__(self, exchange: Exchange, ranks: Sequence[int], rank: int, key: GroupKey = ()):
+    def __init__(self, exchange: VirtualRanks, ranks: Sequence[int], rank: int, key: GroupKey = ()):
         self._exchange = exchange
         self._ranks = tuple(ranks)  # of the world
         self._key = key
@@ -238,7 +244,7 @@ class Virtual(Executor):
         return Virtual(self._exchange, of_world, list(ranks).index(self.rank), key)
 
 
-def world(exchange: Exchange) -> list[Virtual]:
+def world(exchange: VirtualRanks) -> list[Virtual]:
     """An executor of all ranks, for each of them."""
     ranks = range(len(exchange.devices))
     return [Virtual(exchange, ranks, rank) for rank in ranks]

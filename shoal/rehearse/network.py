@@ -14,7 +14,7 @@ from shoal.rehearse.virtual_time import VirtualTime
 from shoal.schedules.collectives import Collective
 
 
-class Message(NamedTuple):
+class VirtualMessage(NamedTuple):
     """`repeats`: it stands for so many rounds, and takes as many alphas."""
 
     src: int
@@ -23,7 +23,7 @@ class Message(NamedTuple):
     repeats: int = 1
 
 
-Phase = Sequence[Message]  # messages that begin together; the next phase when all have arrived
+Phase = Sequence[VirtualMessage]  # they begin together; the next phase when all have arrived
 
 
 class VirtualNetwork:
@@ -111,11 +111,11 @@ def phases_of(kind: str, ranks: Sequence[int], num_bytes: float, inside: int) ->
             return [_ring(ranks, num_bytes, 2)]
         case "all_to_all" | "all_to_all_uneven":
             pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
-            return [[Message(src, dst, num_bytes / size) for src, dst in pairs]]
+            return [[VirtualMessage(src, dst, num_bytes / size) for src, dst in pairs]]
         case "gather":
-            return [[Message(src, ranks[0], num_bytes / size) for src in ranks[1:]]]
+            return [[VirtualMessage(src, ranks[0], num_bytes / size) for src in ranks[1:]]]
         case "scatter":
-            return [[Message(ranks[0], dst, num_bytes / size) for dst in ranks[1:]]]
+            return [[VirtualMessage(ranks[0], dst, num_bytes / size) for dst in ranks[1:]]]
     return _doubling(ranks, num_bytes)
 
 
@@ -124,12 +124,14 @@ def phases_of_schedule(
 ) -> list[Phase]:
     """The rounds of a named algorithm."""
     table, chunk = message_table(collective), collective.chunk_bytes(int(num_bytes))
-    phases = []
+    phases: list[Phase] = []
     for number in range(table.num_rounds):
         rows = table.of_round(number)
         columns = (table.src[rows].tolist(), table.dst[rows].tolist(), table.chunks[rows].tolist())
         moves = zip(*columns, strict=True)
-        phases.append([Message(ranks[src], ranks[dst], n * float(chunk)) for src, dst, n in moves])
+        phases.append(
+            [VirtualMessage(ranks[src], ranks[dst], n * float(chunk)) for src, dst, n in moves]
+        )
     return phases
 
 
@@ -137,7 +139,7 @@ def _ring(ranks: Sequence[int], num_bytes: float, trips: int) -> Phase:
     rounds = trips * (len(ranks) - 1)
     size = rounds / len(ranks) * num_bytes
     neighbours = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-    return [Message(src, dst, size, rounds) for src, dst in neighbours]
+    return [VirtualMessage(src, dst, size, rounds) for src, dst in neighbours]
 
 
 def _by_levels(ranks: Sequence[int], num_bytes: float, inside: int, both: bool) -> list[Phase]:
@@ -158,10 +160,10 @@ def _by_levels(ranks: Sequence[int], num_bytes: float, inside: int, both: bool) 
 
 def _doubling(ranks: Sequence[int], num_bytes: float) -> list[Phase]:
     """A round for each doubling of distance, as in a tree or a dissemination."""
-    phases = []
+    phases: list[Phase] = []
     distance = 1
     while distance < len(ranks):
         ends = [(place, (place + distance) % len(ranks)) for place in range(len(ranks))]
-        phases.append([Message(ranks[src], ranks[dst], num_bytes) for src, dst in ends])
+        phases.append([VirtualMessage(ranks[src], ranks[dst], num_bytes) for src, dst in ends])
         distance *= 2
     return phases

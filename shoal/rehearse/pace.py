@@ -27,7 +27,7 @@ from shoal.train.step.step import Step
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class WorkerTimes:
     """Seconds of one worker alone: for `rows` samples by stage, and for an update."""
 
     rows: int
@@ -46,7 +46,7 @@ class StepTimes:
 
 def step_times(
     workload: Workload, cluster: Cluster, strategy: Strategy, workers: int, batch: int
-) -> StepTimes:
+) -> WorkerTimes:
     """As `shoal predict` prices them, without any communication."""
     settings = PlanSettings(batch)
     predictor = Predictor(workload, cluster.of_size(workers))
@@ -60,7 +60,7 @@ def step_times(
     share = 1 / question.replicas if agreeing.way == "zero" else 1.0
     updates_here = not serves or term.update == "worker"
     device = pricer.cluster.device
-    return StepTimes(
+    return WorkerTimes(
         resolved.split.microbatch,
         tuple(weights_of(stages, [t.forward.seconds for t in table.times])),
         tuple(weights_of(stages, [t.backward.seconds + t.recompute.seconds for t in table.times])),
@@ -73,7 +73,7 @@ def step_times(
 class Pace:
     """Lets the time of one worker pass while it computes."""
 
-    def __init__(self, time: VirtualTime, times: StepTimes, rank: int, uneven: Unevenness):
+    def __init__(self, time: VirtualTime, times: WorkerTimes, rank: int, uneven: Unevenness):
         self._time = time
         self._times = times
         self._rank = rank

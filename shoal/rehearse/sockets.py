@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.errors import BadInput
-from shoal.rehearse.network import Message, VirtualNetwork
+from shoal.rehearse.network import VirtualMessage, VirtualNetwork
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 
 _ADDRESS = "virtual:"
@@ -23,7 +23,7 @@ class _Flight:
 
 
 @dataclass(eq=False)
-class Place:
+class VirtualProcess:
     """A process: where it runs."""
 
     name: str
@@ -36,7 +36,7 @@ class VirtualSocket:
 
     family = socket.AF_UNIX
 
-    def __init__(self, network: VirtualNetwork, time: VirtualTime, place: Place):
+    def __init__(self, network: VirtualNetwork, time: VirtualTime, place: VirtualProcess):
         self._network = network
         self._time = time
         self._place = place
@@ -82,7 +82,7 @@ class VirtualSocket:
 
         size = 0 if data is None else len(data)
         ends = (self._place.device, peer._place.device)
-        self._network.send([Message(*ends, size)], arrived)
+        self._network.send([VirtualMessage(*ends, size)], arrived)
 
     def _take(self, data: bytes | None) -> None:
         if data is None:
@@ -148,7 +148,7 @@ class VirtualSocket:
 class VirtualListener:
     """What accepts at an address."""
 
-    def __init__(self, time: VirtualTime, place: Place):
+    def __init__(self, time: VirtualTime, place: VirtualProcess):
         self.place = place
         self._time = time
         self._waiting: deque[VirtualSocket] = deque()
@@ -196,8 +196,8 @@ class VirtualSockets:
         listener.add(there)
         return here
 
-    def _place(self) -> Place:
+    def _place(self) -> VirtualProcess:
         place = self._time.current.group
-        if not isinstance(place, Place):
+        if not isinstance(place, VirtualProcess):
             raise BadInput("a connection is opened outside of all workers and servers")
         return place

@@ -99,7 +99,7 @@ class VirtualCondition(_Entered):
         self._time = time
         self._lock = lock or VirtualLock(time, is_reentrant=True)
         self._waiting: deque[tuple[Fiber, list[bool]]] = deque()
-        self.acquire = self._lock.acquire  # type: ignore[assignment]
+        self.acquire = self._lock.acquire  # type: ignore[method-assign]
         self.release = self._lock.release  # type: ignore[method-assign]
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, StopTraining
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
-from shoal.rehearse.executor import Exchange, Virtual
+from shoal.rehearse.executor import Virtual, VirtualRanks
 from shoal.rehearse.network import VirtualNetwork
-from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, StepTimes
+from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
 from shoal.rehearse.random_state import RandomState
-from shoal.rehearse.sockets import Place, VirtualSockets
+from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.threading_like import VirtualClock
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
@@ -45,7 +46,7 @@ class RehearsalSpec:
     strategy: Strategy
     workers: int
     cluster: Cluster
-    times: StepTimes
+    times: WorkerTimes
     uneven: Unevenness
     seed: int = 0
     steps: int | None = None
@@ -84,7 +85,7 @@ class _Rehearsal:
         self.time = VirtualTime()
         self.network = VirtualNetwork(cluster, self.time)
         algorithm = term.collective_algorithm or "auto"
-        self.exchange = Exchange(self.network, self.time, range(spec.workers), algorithm)
+        self.exchange = VirtualRanks(self.network, self.time, range(spec.workers), algorithm)
         self._reports: dict[int, dict[str, Any]] = {}
         self._results: dict[int, Any] = {}
         self._recorders: list[Recorder] = []
@@ -129,18 +130,18 @@ class _Rehearsal:
         for index, device in enumerate(self.server_devices):
             starter = self.time.spawn(
                 f"server {index}",
-                lambda index=index: servers.append(self._serve(index)),
+                partial(self._serve, index, servers),
                 None,
-                group=Place(f"server {index}", device),
+                group=VirtualProcess(f"server {index}", device),
             )
             self.time.join(starter)
         self._addresses = tuple(server.address for server in servers)
         fibers = [
             self.time.spawn(
                 f"rank {rank}",
-                lambda rank=rank: self._work(rank),
+                partial(self._work, rank),
                 RandomState(),
-                group=Place(f"rank {rank}", rank),
+                group=VirtualProcess(f"rank {rank}", rank),
             )
             for rank in range(self.spec.workers)
         ]
@@ -149,12 +150,12 @@ class _Rehearsal:
         for server in servers:
             server.close()
 
-    def _serve(self, index: int) -> Server:
+    def _serve(self, index: int, started: list[Server]) -> None:
         server = Server(f"virtual:server-{index}", self._secret)
         server.host.slowness = ServerPace(self.time, self.spec.times.apply_s)
         server.host.tracer = Recorder(server_name(index), 0)
         self._recorders.append(server.host.tracer)
-        return server
+        started.append(server)
 
     def _work(self, rank: int) -> None:
         spec = self.spec
@@ -173,7 +174,6 @@ class _Rehearsal:
         )
         local_size = min(devices, spec.workers - rank // devices * devices)
         services = RunServices(
-            progress=_Silence(),
             tracer=tracer,
             local_rank=rank % devices,
             local_size=local_size,
@@ -211,19 +211,6 @@ class _Rehearsal:
                 "workers share one: make it inside"
             )
         self._models.add(step.model)
-
-
-class _Silence:
-    """The progress of a worker that nobody looks at."""
-
-    def due(self, step: int, total: int | None) -> bool:
-        return False
-
-    def show(self, record: Any) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def _devices_of_servers(cluster: Cluster, workers: int, servers: int) -> list[int]:

@@ -29,6 +29,7 @@ from tests.comm.conformance import CASES, Case, Findings, check
 from tests.comm.threads import on_hosts, on_shm_threads, on_tcp, on_threads
 from tests.comm.torch_ranks import forked_ranks
 from tests.products import few_or_all
+from tests.rehearse.worlds import run_virtual
 
 Run = Callable[[Case], list[Findings]]  # the findings of every rank
 Wrap = Callable[[Executor], Group]
@@ -60,6 +61,10 @@ def hierarchical(where: str, between: str | None = None) -> Run:
     return lambda case: on_hosts(where, case, between)
 
 
+def virtual(size: int) -> Run:
+    return lambda case: run_virtual(size, case)
+
+
 def traced(executor: Executor) -> Group:
     return Group(Traced(executor, Recorder(executor.rank, 0)))
 
@@ -78,6 +83,7 @@ EXECUTORS: dict[str, Run] = {
         f"scheduled in background, {size} ranks": scheduled(size)
         for size in few_or_all((2, 5), (1, 2, 3, 5))
     },
+    **{f"virtual, {size} ranks": virtual(size) for size in few_or_all((1, 3), (1, 2, 3, 5))},
     "scheduled, traced": scheduled(2, traced),
     "scheduled, counted": scheduled(3, counted),
 }
