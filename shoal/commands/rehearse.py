@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from shoal.cluster import Cluster
+from shoal.cluster.presets import THIS_MACHINE
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.compare import (
@@ -25,11 +28,13 @@ from shoal.commands.compare import (
     strategies_of,
     target_loss_of,
 )
-from shoal.commands.launching import check_folder, command_for
+from shoal.commands.launching import check_folder, command_for, config_for, run_quietly
 from shoal.commands.output import Part, show
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
+from shoal.plan.profile import profiled
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.runtime.faults import read_slow
 from shoal.runtime.wording import counted, say
@@ -59,6 +64,14 @@ def rehearse(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many steps.", show_default="script's")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure the passes of the model with so many workers on this machine, "
+            "instead of adding up kernels.",
+        ),
+    ] = False,
     slow: options.Slow = None,
     jitter: Jitter = None,
     until: Annotated[
@@ -75,13 +88,22 @@ def rehearse(
     planner says of the cluster's devices, messages what its links let through. The same command
     gives the same bits and seconds.
     """
+    from shoal.rehearse.pace import uneven_of  # loads torch
+
     check_folder(trace, "a trace")
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
     target = target_loss_of(until)
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
-    stage = _Stage(subject, cluster, workers, steps, read_slow(slow or (), workers), jitter, seed)
+    hardware = named_cluster(cluster or THIS_MACHINE)
+    if measure:
+        say(f"measuring its passes on {counted(workers, 'worker')}")
+        run, config = partial(run_quietly, command), config_for(as_strategy("single"))
+        profile = measure_profile(run, config, workers)
+        hardware = profiled(hardware.of_size(workers), subject.workload, [profile])
+    uneven = uneven_of(hardware.of_size(workers), read_slow(slow or (), workers), jitter, seed or 0)
+    stage = _Stage(subject, hardware, workers, steps, uneven, seed or 0)
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
     if trace is not None:
@@ -104,22 +126,14 @@ class _Stage:
     """Rehearses one strategy after the other."""
 
     subject: Subject
-    cluster: str | None
+    hardware: Cluster
     workers: int
     steps: int | None
-    slow: dict[int, float]
-    jitter: float | None
-    seed: int | None
+    uneven: Unevenness
+    seed: int
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
     spans: Any = None  # of the latest
-
-    def __post_init__(self) -> None:
-        from shoal.rehearse.pace import uneven_of
-
-        self.hardware = named_cluster(self.cluster or "(this-machine)")
-        hardware = self.hardware.of_size(self.workers)
-        self.uneven: Unevenness = uneven_of(hardware, self.slow, self.jitter, self.seed or 0)
 
     def rehearse_script(self, words: list[str], names: Sequence[str], until: float | None) -> None:
         """Run a script up to `shoal.run`, and rehearse its training function from there."""
@@ -149,7 +163,7 @@ class _Stage:
                 self.hardware,
                 times,
                 self.uneven,
-                self.seed or 0,
+                self.seed,
                 self.steps,
             )
             done = rehearse(train, spec)
@@ -160,7 +174,8 @@ class _Stage:
             self.outcomes.append(RunOutcome(name, self.workers, failed=str(error)))
             return
         run = ComparedRun(len(self.outcomes), name, self.workers, "")
-        self.outcomes.append(outcome_from(run, done.reports, done.spans, None, (), until))
+        found = outcome_from(run, done.reports, done.spans, None, (), until)
+        self.outcomes.append(replace(found, cpu_s_per_step=None))  # all are in one process
         self.spans = done.spans
         busiest = max(done.link_bytes.items(), key=lambda one: one[1], default=None)
         self.more[name] = {

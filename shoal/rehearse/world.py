@@ -214,12 +214,10 @@ class _Rehearsal:
 
 
 def _devices_of_servers(cluster: Cluster, workers: int, servers: int) -> list[int]:
-    """Beside the workers of one node; on several nodes, on nodes of their own behind them."""
+    """On the hosts of the workers in turn, as launchers place them."""
     devices = cluster.node.devices
-    if workers <= devices:
-        return [server % workers for server in range(servers)]
-    nodes = math.ceil(workers / devices)
-    return [(nodes + server) * devices for server in range(servers)]
+    hosts = math.ceil(workers / devices)
+    return [server % hosts * devices for server in range(servers)]
 
 
 @contextmanager
