@@ -17,7 +17,7 @@ from shoal.runtime.trace import OFF, Recorder, Span, chrome_events
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that shows 1000, 2000, 3000, … ns."""
     readings = iter(range(1000, 1_000_000, 1000))
-    monkeypatch.setattr(trace.time, "monotonic_ns", lambda: next(readings))
+    monkeypatch.setattr(trace.clock, "monotonic_ns", lambda: next(readings))
 
 
 @pytest.mark.usefixtures("ticks")

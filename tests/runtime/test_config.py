@@ -106,7 +106,10 @@ def test_the_secret_is_not_shown() -> None:
     assert "ab" * 32 not in repr(config) and "swordfish" not in repr(config)
 
 
-def test_the_secret_in_the_run_directory_comes_first(tmp_path: Path) -> None:
+def test_the_secret_in_the_run_directory_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # the user's own key is another one
     config = RunConfig(run_dir=RunDir(tmp_path), secret=b"b" * 32)
     assert config.read_secret() == b"b" * 32
     RunDir(tmp_path).write_secret(b"a" * 32)

@@ -35,6 +35,11 @@ WORKERS = 3
 SECRET = new_secret()
 
 
+@pytest.fixture(autouse=True)
+def no_key_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """All that ranks hand to a collective."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shoal.errors import PeerLost, RunOver, ShoalError
 from shoal.protocol import FrameKind
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server import shared_memory
@@ -316,7 +318,8 @@ def slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long threads slept; each look at the clock of a thread finds a second of work."""
     found: list[float] = []
     monkeypatch.setattr(model_host, "busy_s", itertools.count(1.0).__next__)
-    monkeypatch.setattr(model_host, "sleep", found.append)
+    own = SimpleNamespace(**{**vars(clock), "sleep": found.append})
+    monkeypatch.setattr(model_host, "clock", own)
     return found
 
 
