@@ -36,6 +36,7 @@ class VirtualNetwork:
         self._messages = MessageNetwork(Routes(self.topology), cluster.devices)
         self._arrived: dict[int, Callable[[], None]] = {}
         self._number = 0
+        self._begun: list[tuple[int, VirtualMessage]] = []
         self._next_s: float | None = None
         time.sources.append(self)
 
@@ -59,15 +60,10 @@ class VirtualNetwork:
             if missing == 0:
                 arrived()
 
-        tags = np.arange(self._number, self._number + missing)
-        self._number += missing
-        self._arrived.update(dict.fromkeys(tags.tolist(), one_less))
-        src, dst, sizes, repeats = zip(*leaving, strict=True)
-        self._let_pass(self._time.now_s)
-        self._messages.start(
-            np.array(src), np.array(dst), np.array(sizes, np.float64), tags, np.array(repeats)
-        )
-        self._next_s = None
+        for message in leaving:
+            self._begun.append((self._number, message))
+            self._arrived[self._number] = one_less
+            self._number += 1
 
     def send_phases(self, phases: Sequence[Phase], done: Callable[[], None]) -> None:
         """One after the other."""
@@ -77,14 +73,26 @@ class VirtualNetwork:
         self.send(phases[0], lambda: self.send_phases(phases[1:], done))
 
     def next_s(self) -> float:
+        if self._begun:
+            self._begin()
         if self._next_s is None:
             self._next_s = self._messages.next_end_s()
         return self._next_s
 
     def advance(self, to_s: float) -> None:
-        if to_s < self.next_s():
-            return
-        self._let_pass(to_s)
+        if to_s >= self.next_s():
+            self._let_pass(to_s)
+
+    def _begin(self) -> None:
+        """All messages of this moment together: workers that are alike send at the same one."""
+        begun, self._begun = self._begun, []
+        src, dst, sizes, repeats = zip(*(message for _, message in begun), strict=True)
+        tags = np.array([tag for tag, _ in begun])
+        self._let_pass(self._time.now_s)
+        self._messages.start(
+            np.array(src), np.array(dst), np.array(sizes, np.float64), tags, np.array(repeats)
+        )
+        self._next_s = None
 
     def _let_pass(self, to_s: float) -> None:
         self._next_s = None

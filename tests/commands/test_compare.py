@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.predict import groups_of
-from shoal.commands.compare import RunFaults, _rates, _strategies, _target, alternating
+from shoal.commands.compare import RunFaults, _rates, alternating, strategies_of, target_loss_of
 from shoal.errors import BadInput
 from shoal.observe import comparison
 from shoal.observe.comparison import ComparedRun, RunOutcome, speed_ups, steps_per_s
@@ -191,10 +191,10 @@ def test_a_script_that_cannot_end_fails_before_the_comparison(tmp_path: Path) ->
 
 
 def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:
-    assert _strategies(["ddp", "single", "ddp()"], 2) == ["ddp"]
+    assert strategies_of(["ddp", "single", "ddp()"], 2) == ["ddp"]
     with pytest.raises(BadInput, match="makes no sense"):
-        _strategies(["hogwild + pp(2)"], 2)
-    assert {"ddp", "hogwild", "mapreduce"} <= set(_strategies(None, 2))
+        strategies_of(["hogwild + pp(2)"], 2)
+    assert {"ddp", "hogwild", "mapreduce"} <= set(strategies_of(None, 2))
 
 
 def test_workers_in_turns_that_train_one_after_the_other_are_no_faster_than_one() -> None:
@@ -272,13 +272,13 @@ def test_pushes_dropped_and_staleness(sync: Any, dropped: Any, staleness: Any) -
 
 def test_faults_and_targets_in_words() -> None:
     assert _rates(["1:8Mb/s"], 2) == {1: 1e-6}
-    assert (_target("loss=0.2"), _target(None)) == (0.2, None)
+    assert (target_loss_of("loss=0.2"), target_loss_of(None)) == (0.2, None)
     for text in ("1", "2:1Mb/s", "1:fast", "-1:1Mb/s", "1:0Mb/s"):
         with pytest.raises(BadInput, match="--slow-link takes a worker"):
             _rates([text], 2)
     for text in ("0.2", "loss=nan", "accuracy=0.9"):
         with pytest.raises(BadInput, match="--until takes a loss"):
-            _target(text)
+            target_loss_of(text)
 
 
 @pytest.mark.whole

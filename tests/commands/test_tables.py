@@ -11,9 +11,7 @@ from rich.table import Table
 
 from benchmarks import collectives as bench
 from shoal.commands import output
-from shoal.commands.compare import WAYS_TO_WAIT
-from shoal.commands.compare import _results as compare_results
-from shoal.commands.compare import _table as compare_table
+from shoal.commands.compare import WAYS_TO_WAIT, result_table, speed_table
 from shoal.commands.memory import COLUMNS, FURTHER
 from shoal.commands.memory import _tables as memory_tables
 from shoal.observe.comparison import RunOutcome
@@ -60,10 +58,10 @@ def test_compare() -> None:
             until_steps=12_345,
         )
     ]
-    lines = lines_of(compare_table(outcomes, "digits on 16 workers"))
+    lines = lines_of(speed_table(outcomes, "digits on 16 workers"))
     speeds = ("12,345.6", "12.34×", "11.11–12.34", "3.99×", "999 KB", "50%")
     assert_on_one_line(lines, *speeds)
-    results = lines_of(compare_results(outcomes, "loss=0.2"))
+    results = lines_of(result_table(outcomes, "loss=0.2"))
     assert_on_one_line(results, "12.3456", "98.7%", "1234.56", "12,345", "1,234", "12.3")
     text = "".join(line.split(" ")[0] for line in lines[3:])
     assert text.startswith("gossip(graph=")
@@ -79,7 +77,7 @@ def test_the_straggler_table_breaks_no_default_strategy() -> None:
         )
         for strategy in names
     ]  # fmt: skip
-    for table in (compare_table(outcomes, "gpt"), compare_results(outcomes, None)):
+    for table in (speed_table(outcomes, "gpt"), result_table(outcomes, None)):
         lines = lines_of(table)
         assert [line for line in lines if line.split(" ")[0] in names] == lines[-len(names) :]
 

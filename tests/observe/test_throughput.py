@@ -17,7 +17,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s = 100.0
         monkeypatch.setattr(
-            "shoal.train.throughput.time.monotonic_ns", lambda: int(self.now_s * 1e9)
+            "shoal.train.throughput.clock.monotonic_ns", lambda: int(self.now_s * 1e9)
         )
 
 

@@ -232,9 +232,11 @@ def test_evaluate_takes_a_loader(world: World, size: int) -> None:
         DataLoader(DATA, batch_size=20, drop_last=True),
     ]
 
+    models = [mlp() for _ in range(size)]
+
     def work(group: Group) -> list[Any]:
         job = job_of(group=group)
-        job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         return [job.evaluate(accuracy, loader, batch_size=5) for loader in loaders]
 
     job = job_of()
