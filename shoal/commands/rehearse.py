@@ -22,14 +22,13 @@ from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.compare import (
     WAYS_TO_WAIT,
-    Strategies,
     result_table,
     speed_table,
     strategies_of,
     target_loss_of,
 )
 from shoal.commands.launching import check_folder, command_for, config_for, run_quietly
-from shoal.commands.output import Part, show
+from shoal.commands.output import Part, shares_of_time, show
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.auto import measure_profile
@@ -49,29 +48,39 @@ Jitter = Annotated[
 ]
 
 
-@options.with_fields
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="A strategy to rehearse; repeatable.",
+        show_default="one for each way to wait",
+    ),
+]
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Measure the passes of the model with so many workers on this machine, "
+        "instead of adding up kernels.",
+    ),
+]
+ClusterFile = Annotated[
+    str | None,
+    typer.Option(help="A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE),
+]
+
+
 def rehearse(
     script: options.Script,
     args: options.ScriptArgs = None,
     workers: options.Workers = 4,
     strategy: Strategies = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A cluster file, or a preset such as dgx-a100.", show_default="this machine"
-        ),
-    ] = None,
+    cluster: ClusterFile = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many steps.", show_default="script's")
     ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Measure the passes of the model with so many workers on this machine, "
-            "instead of adding up kernels.",
-        ),
-    ] = False,
+    measure: Measure = False,
     slow: options.Slow = None,
     jitter: Jitter = None,
     until: Annotated[
@@ -93,17 +102,19 @@ def rehearse(
     check_folder(trace, "a trace")
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
     target = target_loss_of(until)
+    hardware = named_cluster(cluster or THIS_MACHINE)
+    slowness = read_slow(slow or (), workers)
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
-    hardware = named_cluster(cluster or THIS_MACHINE)
     if measure:
         say(f"measuring its passes on {counted(workers, 'worker')}")
         run, config = partial(run_quietly, command), config_for(as_strategy("single"))
         profile = measure_profile(run, config, workers)
         hardware = profiled(hardware.of_size(workers), subject.workload, [profile])
-    uneven = uneven_of(hardware.of_size(workers), read_slow(slow or (), workers), jitter, seed or 0)
-    stage = _Stage(subject, hardware, workers, steps, uneven, seed or 0)
+    uneven = uneven_of(hardware.of_size(workers), slowness, jitter, seed or 0)
+    slow_servers = read_slow(slow or (), None, "server")
+    stage = _Stage(subject, hardware, workers, steps, uneven, slow_servers, seed or 0)
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
     if trace is not None:
@@ -116,7 +127,8 @@ def rehearse(
         "seed": seed or 0,
         "runs": [one.to_json() | stage.more[one.strategy] for one in stage.outcomes],
     }
-    show(document, _parts(stage, document, until), as_json, width=80, wraps=True)
+    parts = _parts(stage, document, until, trace is not None and bool(stage.spans))
+    show(document, parts, as_json, width=80, wraps=True)
     if not shown:
         raise typer.Exit(1)
 
@@ -130,6 +142,7 @@ class _Stage:
     workers: int
     steps: int | None
     uneven: Unevenness
+    slow_servers: dict[int, float]
     seed: int
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
@@ -165,6 +178,7 @@ class _Stage:
                 self.uneven,
                 self.seed,
                 self.steps,
+                self.slow_servers,
             )
             done = rehearse(train, spec)
         except BadInput as error:
@@ -194,7 +208,9 @@ def _write_trace(stage: _Stage, trace: Path) -> None:
         say(write_chrome(stage.spans, trace))
 
 
-def _parts(stage: _Stage, document: dict[str, Any], until: str | None) -> list[Part]:
+def _parts(
+    stage: _Stage, document: dict[str, Any], until: str | None, shows_spans: bool
+) -> list[Part]:
     outcomes = stage.outcomes
     title = (
         f"{document['script']} rehearsed on {counted(stage.workers, 'worker')} of "
@@ -209,4 +225,5 @@ def _parts(stage: _Stage, document: dict[str, Any], until: str | None) -> list[P
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])
             said.append(f"{one.strategy}: {counted(one.steps, 'step')} in {took}{carried}")
-    return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys]
+    shares = shares_of_time(stage.spans) if shows_spans else []
+    return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]

@@ -157,10 +157,10 @@ class ServerPace(Slowness):
 
     def applied(self, model: ServedModel) -> None:
         version = model.state.version
-        updates = version - self._versions.get(id(model), version - 1)
+        is_update = version > self._versions.get(id(model), 0)
         self._versions[id(model)] = version
-        if updates > 0 and self._apply_s:
-            self._time.sleep(updates * self._apply_s)
+        if is_update and self._apply_s:
+            self._time.sleep(self._apply_s)
 
 
 def uneven_of(

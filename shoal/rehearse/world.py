@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class RehearsalSpec:
     uneven: Unevenness
     seed: int = 0
     steps: int | None = None
+    slow_servers: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     is_shown: bool = False  # what the script and its first worker print
 
 
@@ -152,7 +153,9 @@ class _Rehearsal:
 
     def _serve(self, index: int, started: list[Server]) -> None:
         server = Server(f"virtual:server-{index}", self._secret)
-        server.host.slowness = ServerPace(self.time, self.spec.times.apply_s)
+        server.host.slowness = ServerPace(
+            self.time, self.spec.times.apply_s, self.spec.slow_servers.get(index, 1.0)
+        )
         server.host.tracer = Recorder(server_name(index), 0)
         self._recorders.append(server.host.tracer)
         started.append(server)

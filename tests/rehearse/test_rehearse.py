@@ -113,6 +113,12 @@ def test_a_synchronous_step_waits_for_the_slow_worker_and_an_asynchronous_one_do
     assert slow_s > 2 * fast_s
 
 
+def test_a_slow_server_applies_updates_slowly() -> None:
+    usual = rehearsed(training(), "ps", 2).seconds
+    slow = rehearsed(training(), "ps", 2, slow_servers={0: 5.0}).seconds
+    assert slow - usual == pytest.approx(6 * 4 * TIMES.apply_s, rel=1e-3)
+
+
 def test_servers_count_what_was_dropped_and_what_was_stale() -> None:
     uneven = Unevenness(slow={3: 4.0})
     dropped = rehearsed(training(4), "ps(quorum=3)", 4, uneven=uneven)
