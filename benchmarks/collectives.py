@@ -38,7 +38,10 @@ from shoal.commands.output import plain_table
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
 
-KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = (
+    *("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"),
+    *("reduce", "gather", "scatter", "scan"),
+)
 PEERS = ("gloo", "mpi")
 WAYS = ("group", "backend", *PEERS, "memory")
 _ROUND_S = 0.02  # one round of one way takes about this long
@@ -47,24 +50,36 @@ _ROUND_S = 0.02  # one round of one way takes about this long
 def by_group(group: Group, kind: str, data: Tensor, everything: Tensor) -> Callable[[], Any]:
     """One call; `data` has the requested bytes, `everything` as many for every rank."""
     other = everything.clone()
+    of_root = everything if group.rank == 0 else None
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(data).wait(),
         "broadcast": lambda: group.broadcast(data).wait(),
         "all_gather": lambda: group.all_gather(everything, data).wait(),
         "reduce_scatter": lambda: group.reduce_scatter(data, everything).wait(),
         "all_to_all": lambda: group.all_to_all(other, everything).wait(),
+        "reduce": lambda: group.reduce(data).wait(),
+        "gather": lambda: group.gather(of_root, data).wait(),
+        "scatter": lambda: group.scatter(data, of_root).wait(),
+        "scan": lambda: group.scan(data).wait(),
     }
     return calls[kind]
 
 
 def by_torch(group: Any, kind: str, data: Tensor, everything: Tensor) -> Callable[[], Any]:
+    """As `by_group`; torch has no scan."""
     other = everything.clone()
+    is_root = dist.get_rank(group) == 0
+    pieces = list(everything.view(-1, data.numel())) if is_root else None
+    to_root: dict[str, Any] = {"group": group, "group_dst": 0}
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(data, group=group),
         "broadcast": lambda: dist.broadcast(data, group_src=0, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(everything, data, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(data, everything, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, everything, group=group),
+        "reduce": lambda: dist.reduce(data, **to_root),
+        "gather": lambda: dist.gather(data, pieces, **to_root),
+        "scatter": lambda: dist.scatter(data, pieces, group_src=0, group=group),
     }
     return calls[kind]
 
@@ -86,12 +101,18 @@ def by_mpi(comm: Any, kind: str, data: Tensor, everything: Tensor) -> Callable[[
     given = data.numpy()
     gathered = everything.numpy()
     other = everything.clone().numpy()
+    of_root = gathered if comm.rank == 0 else None
+    summed = MPI.IN_PLACE if comm.rank == 0 else given
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, given),
         "broadcast": lambda: comm.Bcast(given),
         "all_gather": lambda: comm.Allgather(given, gathered),
         "reduce_scatter": lambda: comm.Reduce_scatter_block(gathered, given),
         "all_to_all": lambda: comm.Alltoall(gathered, other),
+        "reduce": lambda: comm.Reduce(summed, given if comm.rank == 0 else None),
+        "gather": lambda: comm.Gather(given, of_root),
+        "scatter": lambda: comm.Scatter(of_root, given),
+        "scan": lambda: comm.Scan(MPI.IN_PLACE, given),
     }
     return calls[kind]
 
@@ -121,10 +142,11 @@ class Bench:
         data = torch.zeros(max(1, num_bytes // 4))
         everything = torch.zeros(data.numel() * self._group.size)
         ways: dict[str, Callable[[], Any]] = {
-            "group": by_group(self._group, kind, data, everything),
-            "backend": by_torch(self._backend, kind, data, everything),
+            "group": by_group(self._group, kind, data, everything)
         }
-        if "gloo" in self._against:
+        if kind != "scan":
+            ways["backend"] = by_torch(self._backend, kind, data, everything)
+        if "gloo" in self._against and kind != "scan":
             ways["gloo"] = by_torch(dist.group.WORLD, kind, data, everything)
         if self._mpi is not None:
             ways["mpi"] = by_mpi(self._mpi, kind, data, everything)

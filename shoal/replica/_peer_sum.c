@@ -52,7 +52,8 @@ static void add_block(Part *part, u8 *scratch, u64 run, u64 start, u64 stop) {
             }
             in = rank ? scratch : out;
         }
-        if (rank) combine(part->dtype, SUM, out, out, in, n);
+        const u8 *both[2] = {out, in};
+        if (rank) combine_all(part->dtype, SUM, out, NULL, both, 2, n);
         else if (in != out) memcpy(out, in, n * each);
     }
 }

@@ -34,9 +34,11 @@
 #define MAGIC 0x326c616f6873ull
 #define SLOTS 4
 #define RECORDS 64
-#define MAX_RANKS 256
+#define MAX_RANKS MAX_INPUTS
 #define SLICE_NS 100000000ull
 #define CROWDED_LOOKS 20
+#define SHARE_BYTES (16 << 10) /* of a rank, in a chunk of a long reduction */
+#define LEAST_CHUNK (64 << 10)
 #define HEAD_BYTES 32 /* of a message in a ring */
 #define PROGRESS_ROUNDS 64
 
@@ -186,18 +188,6 @@ static Ring *ring(const Group *g, int source, int target) {
 }
 static Record *record(const Group *g, int rank, u64 seq) {
     return &block(g, rank)->records[seq % RECORDS];
-}
-
-/* As combine_block for any length; a copy of the result goes to `also`, where it is given. */
-static void combine_all(int dtype, int op, u8 *out, u8 *also, const u8 **in, int count, u64 n) {
-    const u8 *at[MAX_RANKS];
-    u64 size = ELEMENT_BYTES[dtype], step = CHUNK / (size < 4 ? 4 : size);
-    for (u64 done = 0; done < n; done += step) {
-        u64 part = n - done < step ? n - done : step;
-        for (int j = 0; j < count; j++) at[j] = in[j] + done * size;
-        combine_block(dtype, op, out + done * size, at, count, part);
-        if (also) memcpy(also + done * size, out + done * size, part * size);
-    }
 }
 
 /* ---------------------------------------------------------------- waiting */
@@ -552,12 +542,19 @@ static int in_shares(const Group *g, const Call *c) {
     return (c->kind == ALL_REDUCE || c->kind == REDUCE) && c->bytes > g->direct_bytes;
 }
 
+/* Three chunks, of the tensor and of slots, stay in the second cache of a core; larger ones go through memory. */
+static u64 chunk_bytes(const Group *g) {
+    u64 bytes = SHARE_BYTES * (u64)g->size;
+    return bytes < LEAST_CHUNK ? LEAST_CHUNK : bytes;
+}
+
 /* How a call is cut into passes, and its record for the others to compare. */
 static void open_call(Group *g, Call *c) {
     int many = c->kind == SCATTER || c->kind == REDUCE_SCATTER || c->kind == ALL_TO_ALL
                || c->kind == ALL_TO_ALL_V;
     c->bytes = c->kind == BARRIER ? 0 : c->count * ELEMENT_BYTES[c->dtype];
     c->unit = many ? g->slot_bytes / (u64)g->size / LINE * LINE : g->slot_bytes;
+    if (in_shares(g, c) && c->unit > chunk_bytes(g)) c->unit = chunk_bytes(g);
     c->passes = (c->bytes + c->unit - 1) / c->unit;
     if (c->passes == 0) c->passes = 1;
     c->seq = ++g->seq;

@@ -15,11 +15,8 @@ static void store(const Op *op, u64 offset, const u8 *data, u64 bytes) {
         memcpy(into, data, bytes);
         return;
     }
-    u64 size = ELEMENT_BYTES[op->dtype], n = bytes / size, step = CHUNK / (size < 4 ? 4 : size);
-    for (u64 i = 0; i < n; i += step) {
-        const u8 *in[2] = {into + i * size, data + i * size};
-        combine_block(op->dtype, op->operator, into + i * size, in, 2, least(step, n - i));
-    }
+    const u8 *in[2] = {into, data};
+    combine_all(op->dtype, op->operator, into, NULL, in, 2, bytes / ELEMENT_BYTES[op->dtype]);
 }
 
 /* Of memory that a message takes here, so that one that no receive asks for is not free. */
