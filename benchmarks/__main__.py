@@ -212,8 +212,9 @@ def pipeline(
 ) -> None:
     """Milliseconds per step of pp(2), and how long stages idle.
 
-    Against torch.distributed.pipelining, alternately in the same two processes. The idle share
-    is traced on layers that sleep, and compared with the simulated one.
+    Against torch.distributed.pipelining, alternately in the same two processes, with the peak
+    memory of each stage. The idle share is traced on layers that sleep, and compared with the
+    simulated one.
     """
     from benchmarks.pipeline import THEIRS, run, tables
     from benchmarks.pipeline_idle import SCHEDULES, compare
@@ -225,7 +226,7 @@ def pipeline(
 
 @app.command()
 def ps(
-    against: Annotated[str, typer.Option(help="ray, rpc, or both with a comma.")] = "ray,rpc",
+    against: Annotated[str, typer.Option(help="ray, rpc, sockets, with commas.")] = "ray,rpc",
     size: Annotated[str, typer.Option(help="Bytes of the weights, such as 100MB.")] = "100MB",
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
@@ -247,9 +248,9 @@ def ps(
 ) -> None:
     """Milliseconds per round of a parameter server.
 
-    Against Ray's example and torch.distributed.rpc: a push and pull of all weights, and a pull
-    of some rows. With --replicas: ms a push, how far copies are apart, and what a killed server
-    costs.
+    Against Ray's example, torch.distributed.rpc, or, over TCP, sockets that exchange the same
+    bytes: a push and pull of all weights, and a pull of some rows. With --replicas: ms a push,
+    how far copies are apart, and what a killed server costs.
     """
     if replicas is not None:
         from benchmarks import ps_replicas_report as report

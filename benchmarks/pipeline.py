@@ -1,7 +1,8 @@
 """What a step of a pipeline costs: Shoal, and torch.distributed.pipelining on the same stages.
 
 `python -m benchmarks pipeline` starts two workers. Both train a copy of the same model, split at
-the same block, on the same micro-batches.
+the same block, on the same micro-batches. Peak memory is what the tensors of a step take at most,
+beside those that exist before it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import shoal
 from benchmarks.harness import (
@@ -67,14 +70,35 @@ def torch_step(
     optimizer = SGD(module.parameters())
 
     def step() -> None:
-        optimizer.zero_grad()
         if rank == 0:
             runner.step(batch[0])
         else:
             runner.step(target=batch[1], losses=[])
         optimizer.step()
+        optimizer.zero_grad()  # behind the step, as Shoal does: both begin without gradients
 
     return step
+
+
+def peak_bytes(step: Callable[[], Any]) -> int:
+    """What torch's allocator holds at most during a step, over what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    found: Any = profiler.profiler
+    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    peak: int = max(accumulate((event.nbytes() for event in events), initial=0))
+    return peak
+
+
+def _peaks(job: shoal.Job, ways: dict[str, Callable[[], Any]]) -> dict[str, list[int]]:
+    """Of each stage."""
+    found = {}
+    for name, step in ways.items():
+        peaks = torch.zeros(job.size, dtype=torch.int64)
+        job.group.all_gather(peaks, torch.tensor([peak_bytes(step)])).wait()
+        found[name] = peaks.tolist()
+    return found
 
 
 def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
@@ -100,6 +124,7 @@ def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[st
         "batch_size": batch_size,
         "peer": "torch.distributed.pipelining",
         "backend": dist.get_backend(),
+        "peak_bytes": _peaks(job, ways),
         **beside_peer(times),
     }
 
@@ -118,11 +143,20 @@ def tables(steps: list[Any], idle: list[Any]) -> list[Table]:
     shares = [
         [r["schedule"], f"{r['simulated_idle']:.1%}", f"{r['traced_idle']:.1%}"] for r in idle
     ]
+    peaks = [
+        [r["schedule"], *(_megabytes(r["peak_bytes"][way]) for way in ("shoal", "peer"))]
+        for r in steps
+    ]
     title = "idle share of 4 stages, 8 micro-batches, layers that sleep"
     return [
         plain_table("ms a step on 2 workers: median (quartiles)", heads, times, left=1),
+        plain_table("peak memory of a step, MB: each stage", heads[:-1], peaks, left=1),
         plain_table(title, ["schedule", "simulated", "traced"], shares, left=1),
     ]
+
+
+def _megabytes(peaks: list[int]) -> str:
+    return ", ".join(f"{peak / 1e6:.1f}" for peak in peaks)
 
 
 def main() -> None:

@@ -1,19 +1,22 @@
-"""What a parameter server costs: Shoal's, Ray's example and torch.distributed.rpc.
+"""What a parameter server costs: Shoal's, Ray's example, torch.distributed.rpc, plain sockets.
 
 `python -m benchmarks ps` starts the workers of one run. Each peer is measured alternately with
 Shoal and then closed, because an idle peer still takes CPU time (torch's agents poll). A dense
 round is a push of gradients by every worker, one SGD step, and a pull of the new weights by every
-worker. A sparse pull asks for rows of a table; all workers ask at once.
+worker. A sparse pull asks for rows of a table; all workers ask at once. Beside plain sockets,
+which exchange the same bytes and do nothing with them, Shoal's server is used over TCP.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,10 @@ from benchmarks.harness import (
     say,
     write_result,
 )
-from benchmarks.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
+from benchmarks.ps_peers import LR, RayPeer, RpcPeer, SocketPeer, serve_rpc, serve_sockets
 from shoal.calibration.kernels import alternate
 from shoal.cluster.units import parse_bytes
+from shoal.comm.objects import all_gather_bytes
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
 from shoal.embedding.module import RowStore
@@ -41,10 +45,12 @@ from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
+from shoal.runtime.heap import keep_freed_memory
+from shoal.server.process.server import Server
 from shoal.sync import Replica, Sync, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
 
-PEERS = ("ray", "rpc")
+PEERS = ("ray", "rpc", "sockets")
 TABLE_ROWS = 1_000_000
 DIM = 64
 Ways = dict[str, Callable[[], Any]]
@@ -53,15 +59,17 @@ Ways = dict[str, Callable[[], Any]]
 class Ours:
     """One worker of Shoal's parameter server, with one tensor for a model."""
 
-    def __init__(self, job: shoal.Job, numel: int):
+    def __init__(self, job: shoal.Job, numel: int, servers: tuple[str, ...] = ()):
+        """`servers`: addresses of others than those of the run."""
+        config = RunConfig.from_environment()
+        if servers:
+            config = replace(config, servers=servers)
         self.parameter = nn.Parameter(torch.zeros(numel))
         self.gradient = torch.ones(numel)
         self.flat = FlatParams([("weight", self.parameter)])
         update = OptimizerStep(self.flat.named, partial(torch.optim.SGD, lr=LR))
         plan = plan_for(job.strategy.sync_for(job.size))
-        self.sync: Sync = plan.build(
-            Replica(self.flat, update, job.group, config=RunConfig.from_environment())
-        )
+        self.sync: Sync = plan.build(Replica(self.flat, update, job.group, config=config))
         self.sync.batch_fraction = 1 / job.size
         store: RowStore | None = self.sync.row_store()
         assert store is not None
@@ -147,7 +155,46 @@ def _add_ray(
         sparse["peer"] = lambda: peer.sparse(wanted)
 
 
-_ADD = {"rpc": _add_rpc, "ray": _add_ray}
+def _add_sockets(
+    stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
+) -> None:
+    said = b""
+    if job.rank == 0:
+        words = ["--serve-sockets", "--bytes", str(numel * 4), "--rows", str(len(ids))]
+        server = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.ps", *words], stdout=subprocess.PIPE
+        )
+        stack.callback(server.wait)
+        stack.callback(server.terminate)
+        assert server.stdout is not None
+        said = server.stdout.readline()
+    address, port = all_gather_bytes(job.group, said)[0].decode().split()
+    ours = Ours(job, numel, (address,))
+    stack.callback(ours.sync.close)
+    dense["shoal"] = ours.dense
+    sparse["shoal"] = lambda: ours.sparse(ids)
+    for ways, kind, given, taken in (
+        (dense, b"d", torch.ones(numel), torch.zeros(numel)),
+        (sparse, b"s", ids, torch.zeros(len(ids), DIM)),
+    ):
+        peer = SocketPeer(int(port), kind, given, taken)
+        stack.callback(peer.close)
+        ways["peer"] = peer.exchange
+
+
+def _serve_sockets(num_bytes: int, rows: int) -> None:
+    """Shoal's server over TCP and a plain one, in a process that rank 0 ends."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    secret = RunConfig.from_environment().read_secret()
+    assert secret is not None
+    server = Server("tcp:127.0.0.1:0", secret)
+    with server, socket.create_server(("127.0.0.1", 0)) as raw:
+        print(server.address, raw.getsockname()[1], flush=True)
+        serve_sockets(raw, num_bytes, (8 * rows, 4 * DIM * rows))
+
+
+_ADD = {"rpc": _add_rpc, "ray": _add_ray, "sockets": _add_sockets}
 
 
 def run(against: list[str], size: str, rows: int, rounds: int, workers: int) -> Any:
@@ -199,11 +246,15 @@ def main() -> None:
     parser.add_argument("--against", default="")
     parser.add_argument("--result", type=Path)
     parser.add_argument("--serve-rpc")
+    parser.add_argument("--serve-sockets", action="store_true")
     parser.add_argument("--workers", type=int)
     args = parser.parse_args()
     if args.serve_rpc:
         torch.set_num_threads(1)
         serve_rpc(args.workers, args.serve_rpc, args.bytes // 4, TABLE_ROWS, DIM)
+        return
+    if args.serve_sockets:
+        _serve_sockets(args.bytes, args.rows)
         return
 
     write_result(lambda job: measure(job, args), args.result)

@@ -1,18 +1,22 @@
-"""The same parameter server by Ray and by torch.distributed.rpc, for `python -m benchmarks ps`.
+"""The same parameter server by Ray, by torch.distributed.rpc and by sockets, for `benchmarks ps`.
 
-Both hold the weights in one process. A dense round: two workers give a gradient each, the server
+Sockets exchange the bytes of a round and do nothing with them: no server over TCP is faster. The
+others hold the weights in one process. A dense round: two workers give a gradient each, the server
 adds them up, takes a step of SGD, and the workers get the new weights. A sparse pull: the rows
 of a table that one worker asks for.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.rpc.functions import async_execution
+
+from shoal.server.shared_memory import bytes_of
 
 LR = 0.1
 
@@ -110,6 +114,47 @@ def serve_rpc(workers: int, method: str, numel: int, rows: int, dim: int) -> Non
     options = rpc.TensorPipeRpcBackendOptions(init_method=method)
     rpc.init_rpc("server", rank=workers, world_size=workers + 1, rpc_backend_options=options)
     rpc.shutdown()
+
+
+def _receive(sock: socket.socket, view: memoryview) -> int:
+    """Returns 0 where the other side has closed before."""
+    done = 0
+    while done < len(view) and (count := sock.recv_into(view[done:])):
+        done += count
+    return done
+
+
+def serve_sockets(listener: socket.socket, dense_bytes: int, sparse: tuple[int, int]) -> None:
+    """A thread for each connection, whose first byte says what it exchanges."""
+
+    def serve(sock: socket.socket) -> None:
+        asked, answered = sparse if sock.recv(1) == b"s" else (dense_bytes, dense_bytes)
+        taken = memoryview(bytearray(asked))
+        given = bytes(answered)
+        while _receive(sock, taken):
+            sock.sendall(given)
+
+    while True:
+        sock, _ = listener.accept()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+
+class SocketPeer:
+    """Gives as many bytes as a push or as the ids of a pull, and takes as many as they bring."""
+
+    def __init__(self, port: int, kind: bytes, given: Tensor, taken: Tensor):
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock.sendall(kind)
+        self._given, self._taken = bytes_of(given), bytes_of(taken)
+
+    def exchange(self) -> None:
+        self._sock.sendall(self._given)
+        _receive(self._sock, self._taken)
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 class RayPeer:

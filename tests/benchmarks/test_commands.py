@@ -92,7 +92,7 @@ def test_predictions_are_compared_with_runs() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("ps --against horovod", "shoal: --against takes ray, rpc, not horovod\n"),
+        ("ps --against horovod", "shoal: --against takes ray, rpc, sockets, not horovod\n"),
         ("ps --consistency weak", "add --replicas 1,2,3"),
         ("ps --svg replicas.svg", "add --replicas 1,2,3"),
         ("ps --replicas 99", "--replicas takes"),
