@@ -90,8 +90,8 @@ class RowTable:
         waiting = capacity if spec.min_count > 1 else 0
         self.waiting = RowPool(waiting, waiting_columns(spec), gives_back=True)
         self._rows_array: Rows = self.rows["rows"].numpy()
-        self.direct: DirectRows | None = None  # None if rows come and go, or are placed by hash
-        if spec.keeps_rows and spec.placement == "range":
+        self.direct: DirectRows | None = None  # None if rows come and go, or are dealt by hash
+        if spec.keeps_rows and (spec.placement == "range" or self.shards == 1):
             low = self.shard * -(-spec.num_rows // self.shards)
             self.direct = DirectRows(self._index, low, self._rows_array)
 
