@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.runtime.trace import SentBytes
 from shoal.transport.transport import Work
+
+if TYPE_CHECKING:
+    from shoal.comm.executors.hierarchical.topology import Topology
 
 Shortcut = Callable[..., Work]
 
@@ -27,6 +30,7 @@ class Executor(Protocol):
     any_source: bool = False  # whether `recv` takes ANY_SOURCE for a source
     # whether an operation beside the computation takes a core from it
     takes_cores: bool = False
+    topology: Topology | None = None  # which ranks share a host, where there are several
 
     @abstractmethod
     def submit(self, call: Call) -> Work:

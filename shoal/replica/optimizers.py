@@ -128,9 +128,10 @@ def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     kind, groups = type(optimizer), optimizer.param_groups
     if kind not in _FUSED or any(group.get(name) for group in groups for name in _HOW):
         return False
-    first = next(p for group in groups for p in group["params"])
+    first = next((p for group in groups for p in group["params"]), None)
     return (
-        first.device.type == "cpu"
+        first is not None
+        and first.device.type == "cpu"
         and first.dtype in (torch.float32, torch.float64)
         and not (
             kind is torch.optim.SGD and any(_is_sparse(p) for g in groups for p in g["params"])

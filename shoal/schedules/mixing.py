@@ -46,6 +46,12 @@ class Mixing:
         """One step makes all replicas equal."""
         return bool(np.allclose(self.matrices, 1 / self.workers, rtol=0, atol=1e-12))
 
+    @property
+    def is_mutual(self) -> bool:
+        """Who hears a replica is heard by it, the same ones in every step."""
+        hears = self.matrices[0] != 0
+        return all(np.array_equal(hears, one.T != 0) for one in self.matrices)
+
     def at(self, step: int) -> Matrix:
         return self.matrices[step % len(self.matrices)]
 

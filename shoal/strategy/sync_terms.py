@@ -25,6 +25,9 @@ from shoal.strategy.options import (
     write,
 )
 
+# workers of a host keep one copy of the weights, or read those of neighbours; None: where it pays
+SharedWeightsOption = Annotated[bool | None, optional(FLAG)]
+
 
 @dataclass(frozen=True)
 class Single(SyncTerm):
@@ -69,6 +72,7 @@ class Mapreduce(SyncTerm):
     compared: ClassVar[tuple[str, ...]] = ('mapreduce(batch="mini")', "mapreduce")
 
     batch: Annotated[str, one_of("full", "mini")] = "full"
+    shared_weights: SharedWeightsOption = None
 
     @property
     def batches(self) -> Batches:
@@ -120,6 +124,7 @@ class Zero(ElasticOption):
     stage: Annotated[int, one_of(1, 2, 3)] = 1
     elastic: Annotated[bool, FLAG] = field(default=False, kw_only=True)  # workers leave and join
     copies: Annotated[int, whole(1)] = field(default=1, kw_only=True)  # of each shard, if elastic
+    shared_weights: SharedWeightsOption = field(default=None, kw_only=True)  # stages 1 and 2
 
     def _check_options(self) -> None:
         if not self.elastic and self.copies != 1:
@@ -163,6 +168,7 @@ class Gossip(ElasticOption):
 
     graph: Annotated[str, GRAPH] = "ring"
     mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
+    shared_weights: SharedWeightsOption = None
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
 
     @property
@@ -231,9 +237,7 @@ class Ddp(ElasticOption):
     bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
     compress: Annotated[str | None, optional(COMPRESS)] = None
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
-    shared_weights: Annotated[bool | None, optional(FLAG)] = (
-        None  # one copy of them a host; None: where it pays
-    )
+    shared_weights: SharedWeightsOption = None
 
     def _check_options(self) -> None:
         self.refuse_compression()

@@ -31,7 +31,7 @@ from shoal.errors import BadInput
 from shoal.runtime import clock
 from shoal.runtime.trace import MIX, WAIT
 from shoal.runtime.wording import counted
-from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms import Gossip
 from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs
@@ -40,6 +40,8 @@ from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import averaged, mean_state
+from shoal.sync.shared_weights import build_shared
+from shoal.sync.weight_slots import WeightSlots
 from shoal.transport.transport import Work
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
@@ -160,8 +162,7 @@ class Mixer(Sync):
 
     def report(self) -> dict[str, Any]:
         return {
-            "graph": self.mixing.name,
-            "second_eigenvalue": self.mixing.second_eigenvalue,
+            **described(self.mixing),
             **self.traffic.report(),
             "consensus_distance": [list(pair) for pair in self.distances],
         }
@@ -242,6 +243,31 @@ class MixWeights(Mixer):
         data[0] = 0.0
 
 
+class MixInPlace(MixWeights):
+    """On one host: the loss travels in messages, and weights are read where they are."""
+
+    def __init__(self, replica: Replica, mixing: Mixing, graph: str, slots: WeightSlots):
+        super().__init__(replica, mixing, graph)
+        self._slots = slots
+        self._head = torch.zeros_like(self.flat.grads.header[:1])
+
+    def _mix(self) -> None:
+        """The message tells that this replica has updated, and has mixed in the step before."""
+        self._head[0] = self.flat.grads.header[0] * self.group.size
+        with self.traffic.uncounted():
+            self.neighbours.mix(self._head, self.turn)
+            if not self.mixing.is_mutual:  # who reads these weights sends no message
+                self.group.barrier().wait()
+        self._loss = self._head[0].clone()
+        rank = self.group.rank
+        self._slots.mix(self.mixing.heard_by(rank, self.turn), self.turn)
+        listeners = self.mixing.listeners(rank, self.turn)
+        self.traffic.total += self.flat.data.nbytes * len(listeners)
+
+    def shared_bytes(self) -> int:
+        return self._slots.spare_bytes()
+
+
 class ElasticMixWeights(MixWeights):
     """The same where workers leave and join: a step ends with a barrier of all replicas.
 
@@ -292,7 +318,24 @@ class GossipPlan(SyncPlan[Gossip]):
         replica.say(f"gossip over {mixing.expectation}")
         if self.term.mode == "async":
             return AsyncGossip(replica, mixing)
+        if (shared := self._shared(replica, mixing)) is not None:
+            return shared
         return (MixGradients if mixing.is_uniform else MixWeights)(replica, mixing, graph)
+
+    def _shared(self, replica: Replica, mixing: Mixing) -> Sync | None:
+        """On one host; where all weights are equal it is ddp, which several hosts share, too."""
+        wanted = self.term.shared_weights
+        if not mixing.is_uniform:
+            slots = WeightSlots.of(replica, mixing, wanted)
+            return None if slots is None else MixInPlace(replica, mixing, self.term.graph, slots)
+        buckets = replica.flat.buckets(DEFAULT_BUCKET_BYTES)
+        if (shared := build_shared(replica, buckets, wanted)) is not None:
+            shared.about = {**described(mixing), "consensus_distance": []}
+        return shared
+
+
+def described(mixing: Mixing) -> dict[str, Any]:
+    return {"graph": mixing.name, "second_eigenvalue": mixing.second_eigenvalue}
 
 
 def _is_same(mixing: Mixing, replica: Replica) -> bool:

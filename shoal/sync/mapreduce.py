@@ -4,7 +4,8 @@
     rank 1    gradient ─┼─ reduce ──▶│             ├── broadcast ──▶ all: the next step
     rank 2    gradient ─┘            └─────────────┘
 
-Bulk synchronous: a step takes as long as its slowest worker.
+Bulk synchronous: a step takes as long as its slowest worker. Workers of one host that share the
+weights of a large model reduce and update a slice each (`shared_weights.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shoal.strategy.sync_terms import Mapreduce
 from shoal.sync import Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import DdpSync, LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
+from shoal.sync.shared_weights import build_shared
 
 MASTER = 0
 
@@ -77,4 +79,6 @@ class MapReducePlan(SyncPlan[Mapreduce]):
     def build(self, replica: Replica) -> Sync:
         if replica.group.size == 1:
             return LocalSync(replica)
-        return MapReduceSync(replica)
+        buckets = replica.flat.buckets(DEFAULT_BUCKET_BYTES)
+        shared = build_shared(replica, buckets, self.term.shared_weights)
+        return shared or MapReduceSync(replica)

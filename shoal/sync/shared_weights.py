@@ -1,12 +1,14 @@
-"""ddp on one host with one copy of the weights, which each worker updates a slice of.
-
-    memory of the host   [ where gradients are | weights ]
+"""One copy of the weights a host, which each of its workers updates a slice of.
 
     backward   leaves each worker's gradients where they are, and tells where that is
     barrier    all gradients are there, and no worker reads weights any more
-    update     worker r reads slice r of the gradients of all, adds them up and updates slice r of
-               the weights, with an optimizer of that slice: 1/n of the state and of the time
+    sum        worker r reads slice r of the gradients of all and adds them up
+    hosts      several of them: slice r is all-reduced among the workers r of all hosts
+    update     of slice r of the weights, with an optimizer of that slice: 1/n of state and time
     barrier    all weights are new; nothing is gathered
+
+So do ddp, zero(1), zero(2), mapreduce, and gossip where all weights are equal: they differ in who
+adds up, updates and keeps state, and here it is the owner of a slice.
 
 The model of a worker maps the weights privately (copy on write): what a script writes into it
 between two steps, such as weights that it clips or an average that it evaluates with, stays this
@@ -21,59 +23,25 @@ import copy
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Op
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import ShoalError
-from shoal.replica.flat_params import FlatParams
-from shoal.replica.optimizers import PARAM_KEYS, LooksAt, has_hooks, like, looks_at
-from shoal.replica.peer_sum import PeerSum, readable_peers
-from shoal.schedules.buffer_layout import LARGE_BYTES
+from shoal.replica.flat_params import FlatLayout, FlatParams
+from shoal.replica.optimizers import PARAM_KEYS, like
+from shoal.replica.peer_sum import PeerSum
+from shoal.replica.split.shard import ReplicaGradNorm, ReplicaShard
 from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.optimizer_step import GradNorm
-from shoal.transport.shm import memfd
+from shoal.sync.replica_mean import averaged
+from shoal.sync.shared_host import HostGroup, HostMemory, share
 
 _ALIGN = 16  # elements: slices begin with a cache line
-_WORTH_BYTES = 8 << 20  # of smaller models an all-reduce and n updates take as long
-_PAGE_WORD = 8  # bytes of /proc/self/pagemap
-
-
-class PrivatePages:
-    """A private mapping of shared memory, and whether it was written."""
-
-    def __init__(self, fd: int, offset: int, num_bytes: int):
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        self.memory = mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, access, offset=offset)
-        address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-        self._where = address // mmap.PAGESIZE * _PAGE_WORD
-        self._length = -(-num_bytes // mmap.PAGESIZE) * _PAGE_WORD
-        self._map = open("/proc/self/pagemap", "rb", buffering=0)  # noqa: SIM115
-        self.memory[0] = self.memory[0]
-        self.can_tell = self.are_written()
-        self.give_back()
-        self.can_tell &= not self.are_written()
-
-    def are_written(self) -> bool:
-        """Whether a page is this process's own: it is there, or swapped out, and of no file."""
-        words = os.pread(self._map.fileno(), self._length, self._where)
-        if len(words) < self._length:
-            return True
-        state = torch.frombuffer(bytearray(words), dtype=torch.int64) >> 61 & 7
-        return bool((state & 1 == 0).logical_and_(state & 6 != 0).any())
-
-    def give_back(self) -> None:
-        """What was written is forgotten: the mapping shows the shared memory again."""
-        self.memory.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        self._map.close()
 
 
 class Piece(NamedTuple):
@@ -84,56 +52,23 @@ class Piece(NamedTuple):
     parameter: nn.Parameter
 
 
-def can_share(replica: Replica, wanted: bool | None) -> bool:
-    """The same on all ranks. None: where it pays."""
-    flat, update = replica.flat, replica.update
-    return (
-        replica.is_whole
-        and (wanted or (wanted is None and flat.data.nbytes >= _WORTH_BYTES))
-        and replica.group.size > 1
-        and replica.copies is None
-        and flat.device.type == "cpu"
-        and flat.header_fits
-        and not any(p.is_complex() for p in flat.params)
-        and update.scaler is None
-        and type(update.optimizer).__module__.startswith("torch.optim.")  # plain state
-        and looks_at(update.optimizer) is LooksAt.ELEMENT
-        and not has_hooks(update.optimizer)
-    )
+def build_shared(
+    replica: Replica, buckets: list[slice], wanted: bool | None
+) -> SharedWeights | None:
+    """None on all ranks, where weights are not shared."""
+    shared = share(replica, buckets, wanted)
+    return None if shared is None else SharedWeights(replica, *shared)
 
 
-def build_shared(replica: Replica, buckets: list[slice], wanted: bool | None) -> Sync | None:
-    """None on all ranks, where the memory of this host cannot be had or be watched."""
-    if not can_share(replica, wanted):
-        return None
-    flat, group = replica.flat, replica.group
-    exchange = partial(all_gather_bytes, group)
-    if (pids := readable_peers(exchange)) is None:
-        return None
-    flat.grads.watch(buckets, LARGE_BYTES)
-    page = mmap.PAGESIZE
-    start = page + _pages(8 * group.size * len(flat.grads.runs()))
-    num_bytes = start + _pages(flat.data.nbytes)
-    fd = memfd.share(exchange, group.rank, num_bytes, memfd.new_generation())
-    if fd is None:
-        return None
-    pages = None
-    try:
-        with suppress(OSError):
-            pages = PrivatePages(fd, start, num_bytes - start)
-        able = torch.tensor(float(pages is not None and pages.can_tell))
-        group.all_reduce(able, Op.MIN).wait()
-        if able and pages is not None:
-            return SharedWeights(replica, memfd.map_all(fd, num_bytes), pages, pids)
-        if pages is not None:
-            pages.close()
-        return None
-    finally:
-        os.close(fd)
+class SlicedGradNorm(ReplicaGradNorm):
+    """Of a replica that is split, where workers have slices of its gradients, too."""
 
+    def __init__(self, shard: ReplicaShard, squares: Callable[[], dict[nn.Parameter, Tensor]]):
+        super().__init__(shard, None)
+        self._squares = squares
 
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
+        return self.of({p: square.sqrt() for p, square in self._squares().items()})
 
 
 class SharedWeights(Sync):
@@ -143,25 +78,30 @@ class SharedWeights(Sync):
 
     traffic: StepTraffic
 
-    def __init__(self, replica: Replica, memory: mmap.mmap, pages: PrivatePages, pids: Tensor):
+    def __init__(self, replica: Replica, host: HostGroup, shared: HostMemory):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
+        self.statistics = replica.statistics
+        self.about: dict[str, Any] = {}  # what a strategy reports besides traffic
         self.traffic = StepTraffic()
-        self.group = self.traffic.count(flat, replica.group)
-        self._pages = pages
-        self._num_bytes = len(memory)
+        self.traffic.count(flat, replica.group)
+        self.group = host.local.counted(self.traffic)
+        self._across = host.across and host.across.counted(self.traffic)
+        self._pages = shared.pages
         runs = flat.grads.runs()
+        memory, weights_at = shared.memory, len(shared.memory) - len(shared.pages.memory)
         table = torch.frombuffer(
-            memory, dtype=torch.int64, count=len(pids) * len(runs), offset=mmap.PAGESIZE
+            memory, dtype=torch.int64, count=self.group.size * len(runs), offset=mmap.PAGESIZE
         )
-        self._peers = PeerSum(pids, self.group.rank, runs, table)
-        self._weights = _numbers(memory, flat, len(memory) - len(pages.memory))
+        self._table_bytes = weights_at
+        self._peers = PeerSum(shared.pids, self.group.rank, runs, table)
+        self._weights = _numbers(memory, flat, weights_at)
         if self.group.rank == 0:
             self._weights.copy_(flat.data)
         self.group.barrier().wait()
-        flat.move_to(_numbers(pages.memory, flat, 0))
-        self._slice = _slices(flat, self.group.size)[self.group.rank]
+        flat.move_to(_numbers(shared.pages.memory, flat, 0))
+        self._slice = slices_of(flat, self.group.size)[self.group.rank]
         self._sum = torch.zeros(self._slice.stop - self._slice.start, dtype=flat.dtype)
         self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
         self._pieces = list(_pieces_of(flat, self._weights, self._slice))
@@ -169,7 +109,11 @@ class SharedWeights(Sync):
         self._optimizer = self._of_slice()
         self._was_written = False
         self.update.optimizer.state.clear()  # Adagrad has made some
-        self.update.grad_norm = GradNorm(over_shards=self._over_slices)
+        self.update.grad_norm = (
+            GradNorm(over_shards=self._over_slices)
+            if replica.copies is None
+            else GradNorm(over_replica=SlicedGradNorm(replica.copies, self._squares))
+        )
 
     def _of_slice(self) -> torch.optim.Optimizer:
         """An optimizer of the pieces, in the groups that the script has made of the parameters."""
@@ -190,6 +134,14 @@ class SharedWeights(Sync):
     def _over_slices(self, squares: Tensor) -> Tensor:
         self.group.all_reduce(squares).wait()
         return squares
+
+    def _squares(self) -> dict[nn.Parameter, Tensor]:
+        """Of each parameter the sum of squares of its gradient, from those of its pieces."""
+        squares = torch.zeros(len(self.flat.params), dtype=torch.float64)
+        for index, _, parameter in self._pieces:
+            if parameter.grad is not None:
+                squares[index] = parameter.grad.norm().double().square()
+        return dict(zip(self.flat.params, self._over_slices(squares), strict=True))
 
     # ------------------------------------------------------------------ one step
 
@@ -212,6 +164,9 @@ class SharedWeights(Sync):
         self._peers.learn()
         self._add_up(slice(0, self.flat.header_size), self._head)
         self._add_up(self._slice, self._sum)
+        if self._across is not None:
+            for work in [self._across.all_reduce(each) for each in (self._head, self._sum)]:
+                work.wait()
         has_gradient = self._head[1:].tolist()
         for index, where, parameter in self._pieces:
             start = self._slice.start
@@ -229,7 +184,7 @@ class SharedWeights(Sync):
             self.group.barrier().wait()  # it names a worker that was lost
             raise ShoalError(
                 f"rank {self.group.rank} cannot read the gradients of rank {lost}: "
-                f"{os.strerror(error)}; take ddp(shared_weights=False)"
+                f"{os.strerror(error)}; give the strategy shared_weights=False"
             )
 
     def loss(self, local_loss: Tensor) -> Tensor:
@@ -253,7 +208,7 @@ class SharedWeights(Sync):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.traffic.uncounted():
+        with self.traffic.uncounted(), averaged(self.statistics, self.group):
             if optimizer:
                 self._give_state()
             try:
@@ -318,7 +273,10 @@ class SharedWeights(Sync):
         return [self._optimizer]
 
     def shared_bytes(self) -> int:
-        return self._num_bytes
+        return self._table_bytes
+
+    def report(self) -> dict[str, Any]:
+        return {**self.about, **self.traffic.report()}
 
     def close(self) -> None:
         self._pages.close()
@@ -333,7 +291,7 @@ def _numbers(memory: mmap.mmap, flat: FlatParams, start: int) -> Tensor:
     return torch.frombuffer(memory, dtype=flat.dtype, count=flat.size, offset=start)
 
 
-def _slices(flat: FlatParams, ranks: int) -> list[slice]:
+def slices_of(flat: FlatLayout, ranks: int) -> list[slice]:
     """Equal ones, wherever a parameter ends."""
     each = -(-(flat.size - flat.offset) // (ranks * _ALIGN)) * _ALIGN
     starts = [min(flat.offset + r * each, flat.size) for r in range(ranks + 1)]

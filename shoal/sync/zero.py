@@ -32,10 +32,11 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules import buffer_layout
 from shoal.strategy.sync_terms import Zero
 from shoal.sync import Ownership, Replica, StepTraffic, Sync, SyncPlan, runs
-from shoal.sync.ddp import ExactReduce, exact_memory
+from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.sync.optimizer_step import GradNorm
+from shoal.sync.shared_weights import build_shared
 from shoal.transport.transport import Work
 
 
@@ -413,6 +414,11 @@ class ZeroPlan(SyncPlan[Zero]):
         return replace(plain, parameters=parameters, gathered=gathered)
 
     def build(self, replica: Replica) -> Sync:
+        if self.term.stage < 3 and not self.term.elastic and replica.exact_microbatches is None:
+            buckets = ddp_buckets(replica.flat, buffer_layout.DEFAULT_BUCKET_BYTES)
+            shared = build_shared(replica, buckets, self.term.shared_weights)
+            if shared is not None:
+                return shared
         sharded = (
             ElasticUpdate(replica, self.term.copies)
             if self.term.elastic

@@ -18,7 +18,7 @@ from shoal.runtime.trace import MIX, Recorder
 from shoal.schedules.mixing import mixing_for
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip
-from shoal.sync.gossip import Neighbours
+from shoal.sync.gossip import MixInPlace, Neighbours
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from shoal.train.step.step import Step
@@ -29,6 +29,7 @@ from tests.test_equal import Halting
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+IN_PLACE = "gossip(shared_weights=True)"
 
 
 # ---- mixing alone -------------------------------------------------------------------------------
@@ -120,7 +121,25 @@ def test_the_loss_is_that_of_the_neighbours_samples(world: World) -> None:
     assert len(set(alike)) == 5
 
 
-@pytest.mark.parametrize("strategy", ["gossip", 'gossip(mode="async")'])
+@pytest.mark.parametrize("graph", ["ring", "star", "one-peer", "exponential", "edges:0-1,1-2,2-3"])
+def test_weights_that_are_read_in_place_are_those_of_messages_to_the_last_bit(
+    world: World, graph: str
+) -> None:
+    def trained(shares: bool) -> list[Any]:
+        def look(job: Job, step: Any, losses: list[float]) -> Any:
+            assert isinstance(step.sync, MixInPlace) is shares
+            return losses, step.flat.data.clone(), step.sync.report()
+
+        strategy = f'gossip(graph="{graph}", shared_weights={shares})'
+        return after_training(world, 4, strategy, look, data=samples(80), optimizer=SGD)
+
+    for (losses, weights, told), expected in zip(trained(True), trained(False), strict=True):
+        assert losses == expected[0]
+        assert torch.equal(weights, expected[1])
+        assert told == expected[2]
+
+
+@pytest.mark.parametrize("strategy", ["gossip", 'gossip(mode="async")', IN_PLACE])
 def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
     world: World, capsys: pytest.CaptureFixture[str], strategy: str
 ) -> None:
@@ -140,7 +159,7 @@ def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
 
 
 # ---- saving -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("strategy", ["gossip", "localsgd(every=4)"])
+@pytest.mark.parametrize("strategy", ["gossip", "localsgd(every=4)", IN_PLACE])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW])
 def test_a_checkpoint_holds_the_mean_and_training_goes_on_from_where_it_was(
     world: World, tmp_path: Path, optimizer: Any, strategy: str

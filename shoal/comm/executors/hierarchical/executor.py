@@ -103,6 +103,7 @@ class Hierarchical(Executor):
     """
 
     any_source = True
+    topology: Topology
 
     def __init__(
         self, topology: Topology, shared_memory: SharedMemory, links: HostLinks, timeout_s: float

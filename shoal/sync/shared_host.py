@@ -1,0 +1,139 @@
+"""Which workers share their weights: those of one host that train in lockstep with plain updates.
+
+On several hosts with equally many workers each there is one copy a host, and worker i of each of
+them updates the same slice, whose gradients they add up.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group, Op
+from shoal.comm.objects import all_gather_bytes
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.optimizers import LooksAt, has_hooks, looks_at
+from shoal.replica.peer_sum import readable_peers
+from shoal.schedules.buffer_layout import LARGE_BYTES
+from shoal.sync import Replica
+from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
+from shoal.transport.shm import memfd
+from shoal.transport.shm.private_pages import PrivatePages
+
+_WORTH_BYTES = 8 << 20  # of smaller models an all-reduce and n updates take as long
+
+
+def pays(flat: FlatParams, group: Group, wanted: bool | None) -> bool:
+    """Whether workers may share weights, and gain by it; `wanted` is the strategy's word.
+
+    The same on all ranks.
+    """
+    is_large = flat.data.nbytes >= _WORTH_BYTES
+    return group.size > 1 and flat.device.type == "cpu" and (is_large if wanted is None else wanted)
+
+
+def takes_slices(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether optimizers of slices do what this one does, with state that is plain."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and looks_at(optimizer) is LooksAt.ELEMENT
+        and not has_hooks(optimizer)
+    )
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """The ranks of this host, and those of the same index on all hosts, if there are several."""
+
+    local: Group
+    across: Group | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> HostGroup | None:
+        """None where hosts are uneven, or nothing is shared. All ranks call it."""
+        topology = group.executor.topology
+        if topology is None or len(topology.hosts) == 1:
+            return cls(group)
+        if not topology.is_even or len(topology.local) == 1:
+            return None
+        local, across = (
+            next(one for one in map(group.subgroup, lines) if one is not None)
+            for lines in map(list, (topology.hosts, zip(*topology.hosts, strict=True)))
+        )
+        return cls(local, across)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """[ where the gradients of each rank are | weights ], and this rank's own view of weights."""
+
+    memory: mmap.mmap
+    pages: PrivatePages
+    pids: Tensor
+
+    @classmethod
+    def of(cls, group: Group, flat: FlatParams) -> HostMemory | None:
+        """None where processes cannot share memory, or not read each other's. All ranks call it."""
+        exchange = partial(all_gather_bytes, group)
+        if (pids := readable_peers(exchange)) is None:
+            return None
+        start = mmap.PAGESIZE + whole_pages(8 * group.size * len(flat.grads.runs()))
+        num_bytes = start + whole_pages(flat.data.nbytes)
+        fd = memfd.share(exchange, group.rank, num_bytes, memfd.new_generation())
+        if fd is None:
+            return None
+        try:
+            with suppress(OSError):
+                pages = PrivatePages(fd, start, num_bytes - start)
+                return cls(memfd.map_all(fd, num_bytes), pages, pids)
+        finally:
+            os.close(fd)
+        return None
+
+
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def share(
+    replica: Replica, buckets: list[slice], wanted: bool | None
+) -> tuple[HostGroup, HostMemory] | None:
+    """None on all ranks, where the strategy or the model is not for it or a host has no memory.
+
+    Else this rank has an optimizer of all parameters.
+    """
+    flat, update = replica.flat, replica.update
+    if not (replica.is_whole and pays(flat, replica.group, wanted) and flat.header_fits):
+        return None
+    whole = _of_all_parameters(update, flat)
+    if update.scaler is not None or not takes_slices(whole):
+        return None
+    if any(p.is_complex() for p in flat.params):
+        return None
+    host = HostGroup.of(replica.group)
+    if host is None:
+        return None
+    flat.grads.watch(buckets, LARGE_BYTES)
+    memory = HostMemory.of(host.local, flat)
+    able = torch.tensor(float(memory is not None and memory.pages.can_tell))
+    replica.group.all_reduce(able, Op.MIN).wait()
+    if not able:
+        if memory is not None:
+            memory.pages.close()
+        return None
+    assert memory is not None
+    if whole is not update.optimizer:
+        update.take_shard(flat.named, [], whole)
+    return host, memory
+
+
+def _of_all_parameters(update: OptimizerStep, flat: FlatParams) -> torch.optim.Optimizer:
+    """Where each rank owns a shard of the state, its own is of that shard."""
+    is_whole = len(update.named) == len(flat.named)
+    return update.optimizer if is_whole else make_optimizer(update.factory, flat.named)
