@@ -136,7 +136,11 @@ def samples(n: int) -> TensorDataset:
 
 BOTH = pytest.mark.parametrize("kind", [Listed, Stacked])
 HYBRIDS = [
-    f"{sync} + ep(2)" for sync in ("zero(1)", "zero(2)", "zero(3)", 'gossip(graph="complete")')
+    f"{sync} + ep(2)"
+    for sync in (
+        *("zero(1)", "zero(2)", "zero(3)", 'gossip(graph="complete")'),
+        "ddp(shared_weights=True)",
+    )
 ]
 PIPELINES = ["ep(2) + pp(2)", 'ep(2) + pp(2, recompute=True, schedule="gpipe")']
 

@@ -38,6 +38,7 @@ PS = [
     *('ps(placement="rank0")', 'ps(placement="rank0", update="worker")'),
     *('ps(placement="workers")', 'ps(placement="workers", update="worker")'),
 ]
+SHARED = "ddp(shared_weights=True)"
 PIPELINES = ['pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute=True)']
 TENSORS = ["tp(2)", "tp(2, sequence=True)"]
 
@@ -45,7 +46,10 @@ TENSORS = ["tp(2)", "tp(2, sequence=True)"]
 @pytest.mark.product(most=5)
 @pytest.mark.parametrize(
     "sync",
-    ["ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', "zero(1)", "zero(2)", "zero(3)", *PS],
+    [
+        *("ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', "zero(1)", "zero(2)", "zero(3)"),
+        *(SHARED, "zero(2, shared_weights=True)", *PS),
+    ],
 )
 @pytest.mark.parametrize("split", ["pp(2)", *TENSORS, *PIPELINES, "cp(2)"])
 def test_replicas_that_are_split(world: World, split: str, sync: str, whole_suite: bool) -> None:
@@ -56,7 +60,9 @@ def test_replicas_that_are_split(world: World, split: str, sync: str, whole_suit
 
 
 @pytest.mark.product(most=2)
-@pytest.mark.parametrize("sync", ["", "ddp + ", "zero(1) + ", "zero(3) + ", f"{PS[0]} + "])
+@pytest.mark.parametrize(
+    "sync", ["", "ddp + ", f"{SHARED} + ", "zero(1) + ", "zero(3) + ", f"{PS[0]} + "]
+)
 @pytest.mark.parametrize("tp", TENSORS)
 @pytest.mark.parametrize("pp", ["pp(2)", *PIPELINES])
 def test_stages_of_layers_that_are_split(
@@ -117,6 +123,7 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
         ["ddp + pp(2)", "zero(3) + tp(2)", "zero(2) + pp(2)", 'ps(placement="workers")'],
         ["tp(2)", "ddp", "tp(2) + pp(2)", "zero(1) + tp(2)", "tp(4)"],
         ["single", "zero(1) + pp(2)", PIPELINES[1], "zero(3)", PIPELINES[0]],
+        [f"{SHARED} + pp(2)", "zero(1, shared_weights=True)", f"{SHARED} + tp(2)", "single"],
         *few_or_all(
             [],
             [

@@ -79,12 +79,12 @@ def memory(
     if limit is not None or len(strategy or ()) > 1:
         if measure:
             raise BadInput("--measure is for one strategy, without --limit")
-        _compare(script, args, workers, strategy or (), limit, as_json)
+        _compare(script, args, workers, strategy or (), limit, device == "cpu", as_json)
         return
     command = command_for(script, args)
     value = strategy_for(strategy[0] if strategy else None, workers, to_run=measure)
     with scratch_folder("memory") as folder:
-        [found] = estimates(command, [value], workers, folder)
+        [found] = estimates(command, [value], workers, folder, device == "cpu")
         document = {name: found[key] for name, key in _KEYS.items()}
         document["notes"] = _notes(document["estimated"], value, workers)
         if measure:
@@ -103,10 +103,14 @@ def memory(
 
 
 def estimates(
-    command: list[str], strategies: Sequence[Strategy], workers: int, folder: Path
+    command: list[str],
+    strategies: Sequence[Strategy],
+    workers: int,
+    folder: Path,
+    on_cpu: bool = False,
 ) -> list[dict[str, Any]]:
     """What workers and servers need under each strategy, from one run of the script."""
-    wanted = MemoryEstimateConfig(folder, "\n".join(map(str, strategies)), workers)
+    wanted = MemoryEstimateConfig(folder, "\n".join(map(str, strategies)), workers, on_cpu)
     config = config_for(as_strategy("single"), device="cpu")
     run_quietly(command, 1, replace(config, memory_estimate=wanted))
     file = folder / "estimate.json"
@@ -177,6 +181,7 @@ def _compare(
     workers: int,
     asked: Sequence[str],
     limit: str | None,
+    on_cpu: bool,
     as_json: bool,
 ) -> None:
     """Print what each strategy needs; CheckFailed where none fits."""
@@ -185,7 +190,7 @@ def _compare(
     texts = asked or [text.format(n=workers) for text in usual]
     strategies = [strategy_for(text, workers, to_run=False) for text in texts]
     with scratch_folder("memory") as folder:
-        found = estimates(command_for(script, args), strategies, workers, folder)
+        found = estimates(command_for(script, args), strategies, workers, folder, on_cpu)
     needs = [
         need_of(str(one), devices, limit_bytes, need.get("refused", ""))
         for one, need in zip(strategies, found, strict=True)

@@ -94,6 +94,7 @@ class ModelProbe:
             held = [flat.shard_data, *(t for t in held if id(t) not in trained)]
         else:
             held.append(flat.data)
+        counter.add(step.sync.elsewhere())
         counts["parameters"] = counter.add(held)
         grads = [p.grad for p in flat.params if p.grad is not None]
         grads += [] if arriving is None else [arriving]

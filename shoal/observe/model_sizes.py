@@ -25,6 +25,7 @@ from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
 from shoal.sync.memory import ModelSizes
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
+from shoal.sync.shared_host import takes_slices
 from shoal.train.step.cut_batch import ForwardSignature
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,13 +49,16 @@ def sizes_of(
         for name, p in named
     ]
     flat = FlatParams(meta)
-    first_state, state = state_bytes(flat.named, optimizer)
+    made = make_optimizer(optimizer, flat.named)
+    slices = takes_slices(made)
+    first_state, state = state_bytes(flat.named, made)
     return ModelSizes(
         flat,
         untrained=sum(t.nbytes for t in untrained),
         units=[[name_of[p] for p in unit.params] for unit in wrap_modules(model, trained)],
         state=state,
         first_state=first_state,
+        takes_slices=slices,
         statistics=[
             b.nbytes
             for name, b in buffers.items()
@@ -64,10 +68,9 @@ def sizes_of(
 
 
 def state_bytes(
-    named: list[tuple[str, nn.Parameter]], optimizer: OptimizerFactory
+    named: list[tuple[str, nn.Parameter]], made: torch.optim.Optimizer
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What an optimizer keeps for each parameter before and after its first step."""
-    made = make_optimizer(optimizer, named)
     before = {name: _held(made, p) for name, p in named}
     for _, p in named:
         p.grad = torch.zeros_like(p)

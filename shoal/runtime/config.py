@@ -153,6 +153,7 @@ class MemoryEstimateConfig:
     folder: Path | None = variable("SHOAL_ESTIMATE_DIR", PATH)
     strategy: str = variable("SHOAL_ESTIMATE_STRATEGY", TEXT, "single")  # one a line
     workers: int = variable("SHOAL_ESTIMATE_WORKERS", POSITIVE, 1)
+    on_cpu: bool = variable("SHOAL_ESTIMATE_CPU", FLAG, False)  # of one host
 
 
 PROFILE = "profile.json"  # in the folder of a WorkloadTraceConfig

@@ -136,6 +136,7 @@ ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
 LARGE_BYTES = 1 << 20  # a gradient of this size is worth a call of its own, and no copy
+SHARED_BYTES = 8 << 20  # of weights that workers of a host share; for less it does not pay
 PUSH_BUCKET_BYTES = 4 << 20  # of a push to parameter servers
 MIXING_CHUNK_BYTES = 4 << 20  # of gossip's weights: added up while the next is under way
 _SMALLEST_BUCKET_BYTES = 1 << 20  # of zero

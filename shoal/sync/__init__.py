@@ -205,6 +205,10 @@ class Sync(Elastic, Returning, Served):
         """Tensors that hold gradients now, besides the buffer and what is at parameters."""
         return []
 
+    def elsewhere(self) -> list[Tensor]:
+        """Memory that this worker maps, and that counts as held by others of its host."""
+        return []
+
     def shared_bytes(self) -> int:
         """Memory of segments that this worker shares with others, without tensors of torch."""
         return 0

@@ -167,7 +167,19 @@ class DdpPlan(SyncPlan[Ddp]):
             gradients = sizes.bucketed_gradients(buckets)
             copies = sizes.gap_index
             return replace(plain, gradients=gradients, copies=copies, **compressed._asdict())
+        if self._may_share:
+            from shoal.sync.shared_host import shared_memory
+
+            wanted, place = self.term.shared_weights, (rank, replicas)
+            if (shared := shared_memory(plain, sizes, wanted, place, buckets)) is not None:
+                return shared
         return replace(plain, gradients=sizes.bucketed_gradients(buckets, LARGE_BYTES))
+
+    @property
+    def _may_share(self) -> bool:
+        """An algorithm that is named is one of an all-reduce."""
+        shares, named = self.term.shared_weights, self.term.algorithm != "auto"
+        return not self.term.elastic and shares is not False and bool(shares or not named)
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:
@@ -175,11 +187,10 @@ class DdpPlan(SyncPlan[Ddp]):
         buckets = ddp_buckets(replica.flat, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, buckets, self.term.compress)
-        shares, named = self.term.shared_weights, self.term.algorithm != "auto"
-        if not self.term.elastic and shares is not False and (shares or not named):
+        if self._may_share:
             from shoal.sync.shared_weights import build_shared
 
-            if (shared := build_shared(replica, buckets, shares)) is not None:
+            if (shared := build_shared(replica, buckets, self.term.shared_weights)) is not None:
                 return shared
         return DdpSync(replica, buckets, LARGE_BYTES)
 

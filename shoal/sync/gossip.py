@@ -40,6 +40,7 @@ from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import averaged, mean_state
+from shoal.sync.shared_host import shared_memory, shares_host
 from shoal.sync.shared_weights import build_shared
 from shoal.sync.weight_slots import WeightSlots
 from shoal.transport.transport import Work
@@ -264,8 +265,8 @@ class MixInPlace(MixWeights):
         listeners = self.mixing.listeners(rank, self.turn)
         self.traffic.total += self.flat.data.nbytes * len(listeners)
 
-    def shared_bytes(self) -> int:
-        return self._slots.spare_bytes()
+    def elsewhere(self) -> list[Tensor]:
+        return self._slots.of_neighbours()
 
 
 class ElasticMixWeights(MixWeights):
@@ -295,8 +296,15 @@ class GossipPlan(SyncPlan[Gossip]):
         copies = int(mixing.buffer_bytes(rank, sizes.flat.size, sizes.width))
         if self.term.elastic and not self.term.lockstep:  # what a loss returns to
             return replace(plain, copies=copies + sizes.buffer + plain.optimizer)
+        lasting = not self.term.elastic
+        wanted = self.term.shared_weights
         if not mixing.is_uniform:
+            if lasting and shares_host(sizes, wanted):
+                return replace(plain, shared=sizes.buffer)
             return replace(plain, copies=copies)
+        buckets = sizes.flat.buckets(DEFAULT_BUCKET_BYTES)
+        if lasting and (shared := shared_memory(plain, sizes, wanted, (rank, replicas), buckets)):
+            return shared
         gradients = sizes.bucketed_gradients([slice(0, sizes.flat.size)])
         return replace(plain, copies=copies, gradients=gradients)
 

@@ -20,6 +20,7 @@ from shoal.strategy.sync_terms import Mapreduce
 from shoal.sync import Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import DdpSync, LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
+from shoal.sync.shared_host import shared_memory
 from shoal.sync.shared_weights import build_shared
 
 MASTER = 0
@@ -72,8 +73,12 @@ class MapReducePlan(SyncPlan[Mapreduce]):
         plain = super().memory(sizes, rank, replicas)
         if replicas == 1:
             return plain
+        buckets = sizes.flat.buckets(DEFAULT_BUCKET_BYTES)
+        wanted, place = self.term.shared_weights, (rank, replicas)
+        if (shared := shared_memory(plain, sizes, wanted, place, buckets)) is not None:
+            return shared
         state = sizes.state if rank == MASTER else sizes.first_state
-        gradients = sizes.bucketed_gradients(sizes.flat.buckets(DEFAULT_BUCKET_BYTES))
+        gradients = sizes.bucketed_gradients(buckets)
         return replace(plain, gradients=gradients, optimizer=sum(state.values()))
 
     def build(self, replica: Replica) -> Sync:

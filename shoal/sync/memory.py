@@ -40,6 +40,8 @@ class ModelSizes:
     accumulates: bool = False  # gradients of micro-batches are added up at the parameters
     is_stage: bool = False  # of a pipeline, where that is always so
     duplicates: frozenset[str] = frozenset()  # parameters whose values another stage decides
+    takes_slices: bool = False  # the optimizer is one of torch that looks at each element alone
+    on_cpu: bool = False  # workers are known to be processes of a host that compute on its cores
 
     @property
     def width(self) -> int:

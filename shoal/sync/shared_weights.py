@@ -20,7 +20,6 @@ pages are given back, so that the worker sees the host's weights again.
 from __future__ import annotations
 
 import copy
-import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +31,14 @@ from torch import Tensor, nn
 
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import ShoalError
-from shoal.replica.flat_params import FlatLayout, FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.peer_sum import PeerSum
 from shoal.replica.split.shard import ReplicaGradNorm, ReplicaShard
 from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.replica_mean import averaged
-from shoal.sync.shared_host import HostGroup, HostMemory, share
-
-_ALIGN = 16  # elements: slices begin with a cache line
+from shoal.sync.shared_host import HostGroup, HostMemory, share, slices_of
 
 
 class Piece(NamedTuple):
@@ -94,7 +91,6 @@ class SharedWeights(Sync):
         table = torch.frombuffer(
             memory, dtype=torch.int64, count=self.group.size * len(runs), offset=mmap.PAGESIZE
         )
-        self._table_bytes = weights_at
         self._peers = PeerSum(shared.pids, self.group.rank, runs, table)
         self._weights = _numbers(memory, flat, weights_at)
         if self.group.rank == 0:
@@ -272,8 +268,9 @@ class SharedWeights(Sync):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self._optimizer]
 
-    def shared_bytes(self) -> int:
-        return self._table_bytes
+    def elsewhere(self) -> list[Tensor]:
+        own, weights = self._slice, self.flat.data
+        return [weights[: own.start], weights[own.stop :], self._weights]
 
     def report(self) -> dict[str, Any]:
         return {**self.about, **self.traffic.report()}
@@ -289,13 +286,6 @@ def _has_elements(value: object) -> bool:
 
 def _numbers(memory: mmap.mmap, flat: FlatParams, start: int) -> Tensor:
     return torch.frombuffer(memory, dtype=flat.dtype, count=flat.size, offset=start)
-
-
-def slices_of(flat: FlatLayout, ranks: int) -> list[slice]:
-    """Equal ones, wherever a parameter ends."""
-    each = -(-(flat.size - flat.offset) // (ranks * _ALIGN)) * _ALIGN
-    starts = [min(flat.offset + r * each, flat.size) for r in range(ranks + 1)]
-    return [slice(*pair) for pair in itertools.pairwise(starts)]
 
 
 def _pieces_of(flat: FlatParams, weights: Tensor, part: slice) -> Iterator[Piece]:

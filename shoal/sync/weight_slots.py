@@ -85,9 +85,9 @@ class WeightSlots:
                 total.add_(blocks[number], alpha=weight)
         self._use(other)
 
-    def spare_bytes(self) -> int:
-        """Of the slot that the model does not use."""
-        return self._flat.data.nbytes
+    def of_neighbours(self) -> list[Tensor]:
+        others = (pair for peer, pair in self._blocks.items() if peer != self._rank)
+        return [block for pair in others for blocks in pair for block in blocks]
 
     def _use(self, slot: int) -> None:
         self._flat.data, views = self._weights[slot]

@@ -36,6 +36,7 @@ from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.sync.optimizer_step import GradNorm
+from shoal.sync.shared_host import shared_memory
 from shoal.sync.shared_weights import build_shared
 from shoal.transport.transport import Work
 
@@ -397,6 +398,11 @@ class ZeroPlan(SyncPlan[Zero]):
         if sizes.exact_microbatches is not None:
             plain = exact_memory(plain, sizes, rank, replicas)
         else:
+            buckets = ddp_buckets(sizes.flat, buffer_layout.DEFAULT_BUCKET_BYTES)
+            wanted, place = self.term.shared_weights, (rank, replicas)
+            shared = shared_memory(plain, sizes, wanted, place, buckets)
+            if self._may_share and shared is not None:
+                return shared
             shards = (rank, replicas, self.term.shard_copies)
             gradients = sizes.flat.zero_gradients(
                 self.term.stage, shards, sizes.accumulates, sizes.is_stage
@@ -413,8 +419,12 @@ class ZeroPlan(SyncPlan[Zero]):
         gathered = sizes.flat.gathered(units, set(held.params)) * sizes.width
         return replace(plain, parameters=parameters, gathered=gathered)
 
+    @property
+    def _may_share(self) -> bool:
+        return self.term.stage < 3 and not self.term.elastic
+
     def build(self, replica: Replica) -> Sync:
-        if self.term.stage < 3 and not self.term.elastic and replica.exact_microbatches is None:
+        if self._may_share and replica.exact_microbatches is None:
             buckets = ddp_buckets(replica.flat, buffer_layout.DEFAULT_BUCKET_BYTES)
             shared = build_shared(replica, buckets, self.term.shared_weights)
             if shared is not None:

@@ -35,6 +35,7 @@ STRATEGIES = [
     *("ddp", 'ddp(algorithm="ring")', "zero(1)", "zero(3)", "ps", "ps(quorum=0.5)"),
     *('ps(mode="async")', "ps(staleness=2)", 'gossip(graph="ring")', 'gossip(mode="async")'),
     *("localsgd(every=4)", "hogwild", "mapreduce", "pp(2)", "tp(2)", "ddp + pp(2)"),
+    *("zero(1, shared_weights=True)", "gossip(shared_weights=True)"),
 ]
 RETURNING = ['ps(mode="async")', "hogwild", "ps", "ps(staleness=3)", 'gossip(mode="async")']
 RETURNING += ["ps(quorum=0.5)", 'ps(mode="async", servers=2)']

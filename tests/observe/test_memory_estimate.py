@@ -126,6 +126,10 @@ LOCALSGD = [
     'localsgd(every=2, outer="adam")',
 ]
 GOSSIP = [f'gossip(graph="{g}")' for g in ("ring", "star", "complete", "one-peer", "exponential")]
+SHARED = [
+    f"{one}shared_weights=True)"
+    for one in ("ddp(", "zero(1, ", "zero(2, ", 'mapreduce(batch="mini", ', "gossip(")
+]
 PS = [
     f"ps({options})"
     for options in (
@@ -142,7 +146,7 @@ PS = [
 
 @pytest.mark.product(most=6)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("text", [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD])
+@pytest.mark.parametrize("text", [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD, *SHARED])
 def test_strategies_hold_what_their_plan_says(world: World, text: str, size: int) -> None:
     compare(world, 1 if text == "single" else size, text)
 
@@ -151,6 +155,8 @@ EXACT = {"options": {"exact": True, "microbatches": 6}, "exact_microbatches": 6}
 ACCUMULATED = {"options": {"accumulate": 2}, "accumulates": True}
 CASES: list[tuple[int, str, dict[str, Any]]] = [
     *((4, text, {}) for text in GOSSIP),
+    *((4, text, {}) for text in SHARED),
+    (4, f"{SHARED[0]} + pp(2)", {}),
     (2, 'gossip(mode="async")', {"make": convnet}),  # pages with statistics
     # one copy that all share
     *((2, "hogwild(momentum=True)", {"make": convnet, "optimizer": o}) for o in (SGD, ADAGRAD)),

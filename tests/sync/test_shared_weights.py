@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
 from shoal.replica import peer_sum
 from shoal.sync.ddp import DdpSync
 from shoal.sync.shared_weights import SharedWeights
 from shoal.train.job import Job
 from shoal.train.step.step import Step
+from tests.comm.threads import on_hosts
 from tests.conftest import World
 from tests.jobs import after_training
 from tests.models import samples
 from tests.scripts import shoal
+from tests.splitting import GPT_OPTIONS, assert_same, gpt, job_of, on_workers, texts, train, whole
 
 SHARED = "ddp(shared_weights=True)"
 Between = Callable[[Job, Step], None]
@@ -136,8 +140,8 @@ def test_a_checkpoint_of_one_goes_on_under_the_other(
 
     through = after_training(world, 2, saves, save, **options)
     again = after_training(world, 2, loads, load=tmp_path, epochs=2, **options)
-    for whole, second in zip(through, again, strict=True):
-        assert whole[-len(second) :] == pytest.approx(second, rel=1e-4)
+    for losses, second in zip(through, again, strict=True):
+        assert losses[-len(second) :] == pytest.approx(second, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -188,3 +192,63 @@ def test_an_optimizer_that_looks_at_whole_parameters_updates_them_everywhere(wor
         optimizer=partial(torch.optim.Adafactor, lr=0.01),
     )
     assert set(kinds) == {DdpSync}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("zero(1, shared_weights=True)", "zero(2, shared_weights=True)"),
+        "gossip(graph='complete', shared_weights=True)",
+        "mapreduce(batch='mini', shared_weights=True)",
+        *(f"{SHARED} + pp(2)", f"{SHARED} + tp(2)", f"{SHARED} + cp(2)"),
+        "zero(1, shared_weights=True) + pp(2)",
+    ],
+)
+def test_the_same_mechanism_is_behind(world: World, strategy: str) -> None:
+    def look(job: Job, step: Step) -> Any:
+        own = sum(len(s["exp_avg"]) for s in step.sync.optimizers()[0].state.values())
+        return type(step.sync), own, sum(p.numel() for p in step.flat.params)
+
+    def go(job: Job, step: Step) -> Any:
+        for batch in job.batches(texts(8), 8):
+            step(batch)
+        return look(job, step)
+
+    found = on_workers(world, strategy, gpt, go, **GPT_OPTIONS, size=4)
+    assert {kind for kind, *_ in found} == {SharedWeights}
+    replicas = 2 if "+" in strategy else 4
+    for _, own, numel in found:  # elements of the optimizer's state, and of the parameters here
+        assert own <= numel // replicas + 64
+
+
+HOSTS = [("abab", SHARED), ("aabb", "zero(1, shared_weights=True)")]
+
+
+@pytest.mark.parametrize(("hosts", "strategy"), HOSTS)
+def test_several_hosts_keep_a_copy_each_and_exchange_slices(hosts: str, strategy: str) -> None:
+    options: dict[str, Any] = {"optimizer": OPTIMIZERS["adamw"], "clip_norm": 0.5}
+    alone = train(solo_group(), "single", Net(), _data(), 16, **options)
+    models = [Net() for _ in range(4)]
+
+    def work(group: Group) -> Any:
+        with job_of(group, strategy, models[group.rank], **options) as (job, step):
+            assert isinstance(step.sync, SharedWeights)
+            assert step.sync.group.size == 2
+            losses = [float(step(batch)) for batch in job.batches(_data(), 16)]
+            half = (step.flat.size - step.flat.offset) / 2 * 4
+            own = step.sync.report()["bytes_per_step"]
+            assert own == pytest.approx(2 * half + step.flat.header_size * 4, rel=0.1)
+            return losses, whole(step)
+
+    assert_same(on_hosts(hosts, work), alone)
+
+
+@pytest.mark.parametrize("hosts", ["aab", "ab"])
+def test_hosts_that_are_uneven_or_have_one_worker_exchange_gradients(hosts: str) -> None:
+    models = [Net() for _ in hosts]
+
+    def work(group: Group) -> type:
+        with job_of(group, SHARED, models[group.rank]) as (_, step):
+            return type(step.sync)
+
+    assert set(on_hosts(hosts, work)) == {DdpSync}

@@ -16,6 +16,12 @@ from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.sync_price.flat_sizes import Buckets, EvenSizes, FlatSizes, TensorSizes
 from shoal.plan.workloads import Precision
+from shoal.schedules.buffer_layout import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LARGE_BYTES,
+    SHARED_BYTES,
+)
 
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
 NO_PART = Part("", 0.0, "")
@@ -220,6 +226,26 @@ class SyncQuestion:
             gradients=sizes.trained * self.width,
             optimizer=sizes.trained * self.state_width,
         )
+
+    def shared_memory(self, term: Any) -> DeviceMemory | None:
+        """Of a worker on a host's cores that shares its weights; its slice of them counts."""
+        if self.replicas == 1 or term.is_elastic or not self.shares_host(term.shared_weights):
+            return None
+        sizes, n = self.sizes, self.replicas
+        weights = sizes.size * self.precision.parameter_bytes
+        return DeviceMemory(
+            parameters=weights / n + self.untrained_bytes,
+            gradients=self.bucketed_gradients(
+                DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
+            ),
+            optimizer=sizes.trained * self.state_width / n,
+            buffers=self.body * self.width / n,
+        )
+
+    def shares_host(self, wanted: bool | None) -> bool:
+        """Whether workers see each other's memory, and use it; `wanted` is the strategy's word."""
+        is_large = self.buffer_bytes >= SHARED_BYTES
+        return self.on_cores and self.on_one_host and (is_large if wanted is None else wanted)
 
     def rollback_bytes(self) -> float:
         """Weights and optimizer state that replicas of an elastic run return to after a loss."""

@@ -92,6 +92,9 @@ def _ddp_memory(question: SyncQuestion, term: Any) -> DeviceMemory:
     first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
     plain = question.plain_memory()
     if term.compress is None:
+        is_named = term.algorithm != "auto" and not term.shared_weights
+        if not is_named and (shared := question.shared_memory(term)) is not None:
+            return shared
         held = question.bucketed_gradients(bucket_bytes, first_bytes, LARGE_BYTES)
         return plain._replace(gradients=held)
     extra = compressed_memory(question, term.compress, _buckets(term, question))
@@ -113,7 +116,7 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     accumulated = replace(question, microbatches=2) if is_full else question
     gradients = accumulated.bucketed_gradients(DEFAULT_BUCKET_BYTES)
     return question.waiting_price(
-        question.plain_memory()._replace(gradients=gradients),
+        accumulated.shared_memory(term) or question.plain_memory()._replace(gradients=gradients),
         Part("gradients", seconds, bound),
         Part("weights", out.seconds, out.bound),
         convergence="one update for the whole dataset" if is_full else "",

@@ -167,7 +167,10 @@ def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     if _returns(term):
         return plain._replace(buffers=copies + question.rollback_bytes())
     if not mixing.is_uniform:
-        return plain._replace(buffers=copies)
+        is_shared = question.shares_host(term.shared_weights)
+        return plain._replace(buffers=buffer_bytes if is_shared else copies)
+    if (shared := question.shared_memory(term)) is not None:
+        return shared
     whole = 2 * question.buffer_bytes  # one bucket
     return plain._replace(buffers=copies, gradients=question.bucketed_gradients(whole))
 

@@ -184,6 +184,8 @@ def _fullest(question: SyncQuestion, term: Any, ranks: range) -> tuple[DeviceMem
 
 
 def _memory(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
+    if term.stage < 3 and (shared := question.shared_memory(term)) is not None:
+        return shared
     sizes = question.sizes
     n = question.replicas
     held = _held(term, question, rank)
