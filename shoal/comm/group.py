@@ -6,6 +6,8 @@ executor.submit(call)    Solo, SharedMemory, Torch, Scheduled, Hierarchical
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +26,15 @@ _BARRIER = Call("barrier")
 _SUM = Op.SUM  # an attribute of an enumeration costs more to look up
 
 
+_numbers = itertools.count()
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+
+def group_by_number(number: int) -> Group:
+    """The group of this process with that number: what a compiled graph knows of it."""
+    return _groups[number]
+
+
 class Group:
     """Ranks 0..size-1 of one axis. All ranks call the same collectives in the same order.
 
@@ -38,6 +49,8 @@ class Group:
         """`timeout_s`: of every collective, instead of the executor's. `sent` counts bytes."""
         self._timeout_s = timeout_s
         self._sent = sent
+        self.number = next(_numbers)
+        _groups[self.number] = self
         self.bind(executor)
 
     def bind(self, executor: Executor) -> None:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.split.mapping import sum_over_ranks
+from shoal.replica.split.traced_collectives import all_gather
 
 _TAKES_STATISTICS = ("mean", "var", "std", "var_mean", "std_mean", "native_batch_norm")
 
@@ -222,7 +223,8 @@ class GlobalBatchNorm(_ReplacedNorm):
     def normalize(self, call: BatchNormCall) -> Tensor:
         """What F.batch_norm computes while training; with the statistics of all ranks."""
         statistics = self._statistics(call.input, call.eps)
-        if statistics.samples.device.type == "cpu" and statistics.samples == 1:
+        is_checked = call.input.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_checked and statistics.samples == 1:
             raise ValueError(
                 "BatchNorm needs more than 1 value per channel in a global batch while training"
             )
@@ -241,7 +243,7 @@ class GlobalBatchNorm(_ReplacedNorm):
         count = mean.new_tensor([x.numel() / x.shape[1] if self._state.rows_are_real else 0.0])
         local = torch.cat([mean, var, count])
         gathered = local.new_empty(self._group.size * local.numel())
-        self._group.all_gather(gathered, local).wait()
+        all_gather(gathered, local, self._group)
         table = gathered.view(self._group.size, -1)
         means, variances, counts = torch.split(table, [mean.numel(), mean.numel(), 1], dim=1)
         total = counts.sum()

@@ -41,6 +41,7 @@ from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines import Action, ActionKind
 
 if TYPE_CHECKING:
+    from shoal.replica.compiled import Compiler
     from shoal.replica.pipeline.split_backward import SplitBackward
 
 
@@ -55,6 +56,11 @@ class Stage:
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = model
         self._device = device
+        self._compiled: Callable[..., Any] = model
+
+    def compile(self, compiler: Compiler) -> None:
+        """Compile what is computed here from now on."""
+        self._compiled = compiler(self.model, f"the forward of {type(self.model).__name__}")
 
     def begin(self) -> None:
         return None
@@ -67,7 +73,7 @@ class Stage:
 
     def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
         seed_forward(self._device, micro.seed)
-        return call_model(self.model, inputs)
+        return call_model(self._compiled, inputs)
 
     def send_outputs(self, action: Action, outputs: Tree) -> None:
         return None
@@ -84,7 +90,7 @@ class Stage:
 
     def predict(self, inputs: Any) -> Any:
         """The outputs of the model where `is_last`, else None; for `job.evaluate`."""
-        return call_model(self.model, inputs)
+        return call_model(self._compiled, inputs)
 
 
 Key = tuple[int, int]  # micro-batch, chunk

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
+from shoal.replica.compiled import Compiler
 from shoal.replica.grad_buckets import GradBuckets
 from shoal.schedules.buffer_layout import BufferLayout
 
@@ -122,6 +123,10 @@ class FlatParams(FlatLayout):
     def forward_context(self) -> AbstractContextManager[None]:
         """Around a forward: the parameters that it uses are here."""
         return nullcontext()
+
+    def compile(self, compiler: Compiler) -> bool:
+        """Compile the modules that have to be called one by one; False: a model may be compiled."""
+        return False
 
     def full_params(self, only: int | None = None) -> AbstractContextManager[None]:
         """While the block runs all parameters are here, on all ranks or on one; for reading."""

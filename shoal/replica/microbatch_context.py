@@ -46,7 +46,7 @@ class ModuleCall(NamedTuple):
     seed: int
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     args, kwargs = call_arguments(inputs)
     return model(*args, **kwargs)
 

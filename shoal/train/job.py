@@ -144,6 +144,7 @@ class Job(LoopMethods):
         batchnorm: Literal["global", "local"] = "global",
         on_nan: OnNan = "stop",
         example: Any = None,
+        compile: bool | str = False,
     ) -> Step:
         """Make the function that trains `model` on one batch and returns the batch's loss.
 
@@ -157,10 +158,11 @@ class Job(LoopMethods):
         divides `microbatches`, under ddp at any number up to it. `batchnorm="local"` computes
         statistics per replica. `on_nan`: at a loss that is not a finite number the run stops, or
         with "skip" a step whose gradients are not finite updates nothing, on all ranks. `example`
-        are inputs of a batch, for `pp(n, balance="measured")`.
+        are inputs of a batch, for `pp(n, balance="measured")`. `compile` computes the model by
+        torch.compile: True, or the name of one of its modes or backends.
         """
         options = StepOptions(
-            clip_norm, accumulate, precision, exact, microbatches, batchnorm, on_nan
+            clip_norm, accumulate, precision, exact, microbatches, batchnorm, on_nan, compile
         )
         functions = StepFunctions(loss, optimizer, lr, count, scheduler)
         if self._elastic is not None and self._elastic.group.has_formed:

@@ -23,13 +23,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
+from shoal.replica.compiled import Compiler
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatLayout, FlatParams
-from shoal.replica.fsdp.unit_gather import ShardRun, UnitGather, in_backward, wrap_modules
+from shoal.replica.fsdp.unit_gather import (
+    ShardRun,
+    UnitGather,
+    WrappedModule,
+    in_backward,
+    wrap_modules,
+)
 from shoal.replica.split.state_dicts import refuse_released
 from shoal.schedules.buffer_layout import held_shards
 
@@ -68,6 +76,7 @@ class UnitHooks:
         self._gather = gather
         self._depth = 0  # of forwards that are running
         self._alone: tuple[nn.Module, ExitStack] | None = None  # called outside of its model
+        self._watched: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
         self._starts = [param.start for param in flat.ranges]
         self._unit_of_param = {id(p): gather.unit_of[i] for i, p in enumerate(flat.params)}
         # a hook does not keep the units alive: Python's collector does not see it in the tensor
@@ -86,8 +95,26 @@ class UnitHooks:
 
         model.forward = sharded_forward
         for module in itertools.islice(model.modules(), 1, None):
-            module.register_forward_pre_hook(self._enter, prepend=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            entered = module.register_forward_pre_hook(self._enter, prepend=True)
+            left = module.register_forward_hook(self._leave, always_call=True)
+            self._watched[module] = entered, left
+
+    def compiled(self, unit: WrappedModule, compiler: Compiler) -> Callable[..., Any]:
+        """The forward of a unit, which finds gathered what it would ask for on its way."""
+        for inner in itertools.islice(unit.module.modules(), 1, None):
+            for hook in self._watched.pop(inner, ()):
+                hook.remove()
+        forward = compiler(unit.module.forward, unit.name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._flat.is_full:
+                return forward(*args, **kwargs)
+            for p in unit.module.parameters():
+                self._on_use(p)
+            with _pop_mode_temporarily():
+                return forward(*args, **kwargs)
+
+        return call
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         """A module that is called by itself, as the encoder of T5 when it generates text."""
@@ -275,7 +302,7 @@ class ShardedParams(FlatParams):
         self.is_full = False  # whether all parameters are here, for reading
         self.on_saved: Callable[[Tensor], Tensor] = lambda tensor: tensor  # for memory probes
         super().__init__(model.named_parameters() if named is None else named)
-        wrapped = wrap_modules(stage or model, self.params)
+        self._wrapped = wrapped = wrap_modules(stage or model, self.params)
         self.unit_gather = UnitGather(self, wrapped)
         self._hooks = UnitHooks(self, self.unit_gather)
         for number, unit in itertools.islice(enumerate(wrapped), 1, None):  # behind the root
@@ -287,6 +314,12 @@ class ShardedParams(FlatParams):
 
     def forward_context(self) -> AbstractContextManager[None]:
         return self._hooks.forward_context()
+
+    def compile(self, compiler: Compiler) -> bool:
+        """Each unit by itself: between them parameters are gathered."""
+        for unit in self._wrapped[1:]:
+            unit.module.forward = self._hooks.compiled(unit, compiler)
+        return True
 
     def is_held(self, i: int) -> bool:
         """Whether a parameter is in this rank's shard, or in one that it has a copy of."""

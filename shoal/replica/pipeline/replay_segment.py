@@ -105,7 +105,7 @@ class Replay:
         return outputs
 
     def _replacement(self, module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
+        original = self._plan.compiled.get(module, module.forward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:

@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
+from shoal.replica.compiled import Compiler
 from shoal.replica.deferred_init import full_name, is_in, tensor_slots
 from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
 from shoal.replica.pipeline.graph_split import modules_to_open, weights_of
@@ -283,6 +284,12 @@ class ModuleSplit:
         # what a forward calls or uses inside of a unit: every stage may
         self._shared = {m for outer in self.around for inner in _reached(outer) for m in inner}
         self.cost = largest_cost([u.cost(seconds) for u in self.units], points)
+        self.compiled: dict[nn.Module, Callable[..., Any]] = {}  # forwards of units
+
+    def compile(self, compiler: Compiler) -> None:
+        """Compile each unit: the code between them runs to learn what it uses."""
+        for unit in self.units:
+            self.compiled[unit.module] = compiler(unit.module.forward, unit.name)
 
     # ------------------------------------------------------------------ where it is split
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.pytree import Tree
+from shoal.replica.compiled import Compiler
 from shoal.replica.context.sequence_shard import in_full
 from shoal.replica.engine import Stage
 from shoal.replica.flat_params import FlatParams
@@ -60,6 +61,9 @@ class PipelineStage(Stage):
         self.is_last = self._stage == stages.stages - 1
         self.follow(pipeline)
         self.begin()
+
+    def compile(self, compiler: Compiler) -> None:
+        self.stages.compile(compiler)
 
     def follow(self, pipeline: Pipeline) -> None:
         """The schedule of the next steps."""

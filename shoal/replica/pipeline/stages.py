@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
+from shoal.replica.compiled import Compiler
 from shoal.replica.context.sequence_shard import SequenceContext, shard_inputs, unpack
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch_context import call_arguments, preserve_modes
@@ -52,6 +53,7 @@ class Stages:
         self.virtual_stages = stages * chunks
         self._required = required_arguments(model)
         self._signature = inspect.signature(model.forward)
+        self._compiler: Compiler | None = None
         self._segments: dict[tuple[Any, ...], Callable[..., Tree]] = {}
         self._split = split_model(model, self.virtual_stages, cuts, seconds)
         self.cuts = self._split.cuts
@@ -65,8 +67,19 @@ class Stages:
         given = self._required if given is None else given
         key = (virtual, given, self.model.training)
         if key not in self._segments:
-            self._segments[key] = self._split.segment(virtual, given)
+            segment = self._split.segment(virtual, given)
+            if self._compiler is not None and isinstance(segment, nn.Module):
+                name = f"stage {virtual} of {type(self.model).__name__}"
+                segment.forward = self._compiler(segment.forward, name)
+            self._segments[key] = segment
         return self._segments[key]
+
+    def compile(self, compiler: Compiler) -> None:
+        """Compile what stages compute from now on: a traced forward, or each unit by itself."""
+        self._compiler = compiler
+        self._segments.clear()
+        if isinstance(self._split, ModuleSplit):
+            self._split.compile(compiler)
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         """Its layers have replaced those of the model; activations travel in another form."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import TensorSlot
+from shoal.replica.split import traced_collectives
 from shoal.transport.transport import Work
 
 
@@ -111,7 +112,7 @@ class ShardSpec:
         for row, shard in zip(rows, shards, strict=True):
             row[: shard.numel()] = shard
         out = full.new_empty(longest)
-        group.reduce_scatter(out, rows.view(-1)).wait()
+        traced_collectives.reduce_scatter(out, rows.view(-1), group)
         return out[: shards[group.rank].numel()].view(self.shard_shape(full.shape, group.rank))
 
     def all_gather(self, shard: Tensor, group: Group) -> Tensor:
@@ -122,7 +123,7 @@ class ShardSpec:
         padded = shard.new_zeros(longest)
         padded[: shard.numel()] = shard.reshape(-1)
         gathered = padded.new_empty(longest * group.size)
-        group.all_gather(gathered, padded).wait()
+        traced_collectives.all_gather(gathered, padded, group)
         rows = gathered.view(group.size, longest)
         return self.concatenate([r[: s.numel()].view(s) for r, s in zip(rows, shapes, strict=True)])
 
@@ -186,7 +187,7 @@ def mapped(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
     if map_local is not None:
         of_positions: Tensor = map_local(lambda local: mapped(local, forward, backward))
         return of_positions
-    if in_torch_func():
+    if not torch.compiler.is_compiling() and in_torch_func():
         raise BadInput(
             "torch.func (grad, vmap, …) transforms a model that is split over workers, and their "
             "messages cannot be transformed: use torch.autograd.grad(…, create_graph=True), or "
@@ -209,7 +210,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 def all_reduced(x: Tensor, group: Group) -> Tensor:
     """The sum over all ranks, in a new tensor; autograd does not see it."""
     total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total).wait()
+    traced_collectives.all_reduce(total, group)
     return total
 
 

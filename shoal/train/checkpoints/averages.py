@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput, NotBuilt
+from shoal.replica.compiled import uncompiled
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.train.checkpoints.optimizer_state import copy_into
 from shoal.train.checkpoints.state import gather_model
@@ -29,7 +30,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float, steps: Sequence[Step]):
         if not 0 <= decay < 1:
             raise BadInput(f"the decay of job.ema has to be at least 0 and below 1, not {decay}")
-        self.model = model
+        self.model = model = uncompiled(model)[0]
         self.decay = decay
         self.steps = [step for step in steps if step.model is model]
         if not self.steps:

@@ -21,10 +21,11 @@ from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch
 from shoal.errors import BadInput
+from shoal.replica.compiled import is_optimized, uncompiled
 from shoal.train.own_loop.forwards import LoopForwards
 from shoal.train.own_loop.rows import LoopRows
 from shoal.train.own_loop.torch_hooks import clip_for
-from shoal.train.step.prepare_model import PreparedModel
+from shoal.train.step.prepare_model import PreparedModel, check_modules
 from shoal.train.step.run_services import StepContext
 from shoal.train.step.step import Step
 
@@ -108,9 +109,12 @@ class OwnLoop:
     def setup(self, objects: Sequence[Any]) -> tuple[list[Step], Any]:
         """The steps that were made, and what `job.setup` returns."""
         from shoal.train.own_loop.optimizer import LoopOptimizer
-        from shoal.train.own_loop.setup import set_up
+        from shoal.train.own_loop.setup import loop_term, set_up
 
-        models = [o for o in objects if isinstance(o, nn.Module)]
+        given = [o for o in objects if isinstance(o, nn.Module)]
+        for model in filter(is_optimized, given):  # the script calls it, with what is inside of it
+            check_modules(model, loop_term(self._context()), self._context())
+        models = [uncompiled(model)[0] for model in given]
         optimizers = [o for o in objects if not isinstance(o, nn.Module)]
         first = len(self.parts)
         made, updates = set_up(models, optimizers, self._context, self._taken, self.parts)

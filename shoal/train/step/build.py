@@ -16,6 +16,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import running_statistics
+from shoal.replica.compiled import Compiler, uncompiled
 from shoal.replica.engine import EngineOptions
 from shoal.replica.flat_params import real_view
 from shoal.replica.loss import BoundLoss, sum_of_samples
@@ -99,9 +100,56 @@ def build_step(
 ) -> Step:
     """All ranks call it together. `example` are inputs of a batch, to measure the model with."""
     functions.check()
+    model, given = uncompiled(model)
+    compiler = _compiler_of(options, given, context)
     term = context.strategy.sync_for(context.mesh.dp.size)
     prepared = prepare_model(model, term, options, context, functions.optimizer, example)
-    return assemble_step(prepared, prepared.shard, functions, context)
+    step = assemble_step(prepared, prepared.shard, functions, context)
+    step.compiler = compiler
+    return step
+
+
+def _compiler_of(
+    options: StepOptions, given: Compiler | None, context: StepContext
+) -> Compiler | None:
+    """By `compile`, or what the script has compiled the model with; None where torch cannot."""
+    strategy = context.strategy
+    compiler = Compiler.of(options.compile, options.exact) or given
+    if compiler is None:
+        return None
+    if options.exact and not options.compile:
+        raise BadInput(
+            "exact=True compiles every shape by itself: give job.step the model as it is, and "
+            "compile=True, in place of torch.compile(model)"
+        )
+    term = strategy.sync_for(context.mesh.dp.size)
+    gathers = context.has_replicas and term.with_whole_parameters() != term
+    if options.exact and (gathers or context.mesh.pp.size > 1):
+        raise BadInput(
+            f"exact=True has the bits of one worker, and {strategy} compiles parts of the model, "
+            "which may round where the whole does not: omit compile, or take ddp or zero(2)"
+        )
+    if gathers and compiler.uses_graphs:
+        raise BadInput(
+            "this mode of compile replays CUDA graphs, in which every tensor keeps its address, "
+            f"and {term} gathers parameters into new memory: take compile=True, or zero(2)"
+        )
+    several = options.with_pipeline(strategy.pp).accumulate > 1 or options.exact
+    if several and compiler.uses_graphs:
+        raise BadInput(
+            "this mode of compile replays CUDA graphs, and gradients in their memory do not outlive "
+            "the next micro-batch: take compile=True, or one micro-batch (no pp, accumulate=1)"
+        )
+    tp = strategy.tp if strategy.tp is not None and strategy.tp.sequence else None
+    mesh = context.mesh
+    for split, group in ((tp, mesh.tp), (strategy.ep, mesh.ep), (strategy.cp, mesh.cp)):
+        if split is not None and group.size > 1:
+            context.say(
+                f"compile has no effect under {split}: torch.compile does not trace tensors of "
+                "which each worker has some positions, or tokens that go to other workers"
+            )
+            return None
+    return compiler
 
 
 def assemble_step(

@@ -56,6 +56,7 @@ class StepOptions:
     microbatches: int = 8
     batchnorm: Literal["global", "local"] = "global"
     on_nan: OnNan = "go on"
+    compile: bool | str = False
     may_take_whole_batches: bool = False  # a pipeline, whose micro-batches were not chosen
 
     @property

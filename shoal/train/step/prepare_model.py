@@ -24,6 +24,7 @@ from shoal.replica.batchnorm import (
     use_global_batchnorm,
     use_microbatch_norm,
 )
+from shoal.replica.compiled import is_optimized
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.expert import router_losses
 from shoal.replica.split.build_shard import build_shard
@@ -56,13 +57,15 @@ def check_modules(model: nn.Module, term: SyncTerm, context: StepContext) -> Non
                 f"{name} is a {type(module).__name__} whose shape is not known yet: call the model "
                 "once on an example, before it is trained"
             )
-        # what torch.compile or TorchScript has made calls the layers and parameters as they were
+        # these call the layers and parameters as they were
         is_script = isinstance(module, torch.jit.ScriptModule)
-        if is_changed and (is_script or type(module).__name__ == "OptimizedModule"):
+        is_compiled = is_optimized(module) or module._compiled_call_impl is not None
+        if is_changed and (is_script or is_compiled):
             tool = "torch.jit" if is_script else "torch.compile"
+            hint = "" if is_script else ", take job.step(…, compile=True)"
             raise BadInput(
                 f"{name} is compiled by {tool}, and {strategy} changes layers or parameters of a "
-                f"model: leave {tool} out, or take ddp, ps or zero(2)"
+                f"model: leave {tool} out{hint}, or take ddp, ps or zero(2)"
             )
     takes_complex = term.trains_complex_parameters or not context.has_replicas
     for name, p in model.named_parameters():

@@ -15,6 +15,7 @@ from shoal.data import AnyBatch, Batch, DictBatch
 from shoal.data.sampling import FullDatasetBatch
 from shoal.errors import BadInput
 from shoal.replica.batchnorm import forget_statistics, update_running_statistics
+from shoal.replica.compiled import Compiler, graph_breaks
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.forward_buffers import ForwardBuffers, tell_of_change
@@ -60,6 +61,7 @@ class Step:
     after: list[AfterStep] = field(default_factory=list)
     is_own_loop: bool = False  # the script computes forward, loss and backward itself
     saves_model: bool = True  # False: another step of the job saves the same model
+    compiler: Compiler | None = None  # of what is computed here, once it was checked
     around: Callable[[Step, Any], Any] | None = None  # what is called in place of `attempt`
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the latest step
     _is_checked: bool = False
@@ -187,7 +189,11 @@ class Step:
                 microbatches = self.cutter.cut(batch, known, self.steps)
             elif self.cutter.cuts:
                 before = ForwardBuffers(self.model)
+            if self.compiler is not None and not self.flat.compile(self.compiler):
+                self.engine.stage.compile(self.compiler)
         local = self.shard.token_axes.sum(self.compute(microbatches, self.sync.reduce))
+        if self.compiler is not None:
+            self.shard.say(graph_breaks().news())
         if before is not None:
             name = self.shard.changed_by_batch or before.may_follow_from_rows()
             tell_of_change(self.model, name, self.shard.say)

@@ -1,0 +1,291 @@
+"""What torch.compile makes of a model trains like the model, under every strategy.
+
+The backend "aot_eager" traces as inductor does, without a C++ compiler; `--whole` takes inductor.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.replica.compiled import graph_breaks, uncompiled
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.models import convnet, samples
+from tests.splitting import (
+    ADAMW,
+    GPT_OPTIONS,
+    SGD,
+    assert_equal,
+    assert_same,
+    gpt,
+    job_of,
+    mlp,
+    refused,
+    texts,
+    train,
+    whole,
+    workers,
+)
+
+QUICK = ["single", "ddp", "zero(3)", "pp(2)", "tp(2)"]
+FURTHER = [
+    *("zero(1)", "zero(2)", 'ps(placement="rank0")', 'gossip(graph="complete")'),
+    *("localsgd(every=1)", "ddp + pp(2)", "zero(3) + pp(2)", 'pp(2, schedule="zb-h1")'),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    graph_breaks().news()
+    if "tqdm" in sys.modules:  # it is installed beside torch, which shows its progress then
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
+        yield
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+
+
+def assert_compiled_is_equal(world: World, strategy: str, backend: bool | str) -> None:
+    """Losses and parameters are those of one worker without compile; the last batch is short."""
+    size = workers(strategy)
+    models = [mlp() for _ in range(size)]
+    data = samples(50)
+    alone = train(solo_group(), "single", mlp(), data, 16)
+    together = world(size, lambda g: train(g, strategy, models[g.rank], data, 16, compile=backend))
+    assert_same(together, alone)
+
+
+@pytest.mark.parametrize("strategy", QUICK)
+def test_equals_one_worker_that_compiles_nothing(world: World, strategy: str) -> None:
+    assert_compiled_is_equal(world, strategy, "aot_eager")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", FURTHER)
+def test_equals_one_worker_under_other_strategies(world: World, strategy: str) -> None:
+    assert_compiled_is_equal(world, strategy, "aot_eager")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", QUICK)
+def test_inductor_equals_one_worker(world: World, strategy: str) -> None:
+    assert_compiled_is_equal(world, strategy, True)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["zero(3)", "pp(2)", "tp(2)", "cp(2)"])
+def test_a_compiled_transformer_equals_one_that_is_not(world: World, strategy: str) -> None:
+    size = workers(strategy)
+    models = [gpt(2) for _ in range(size)]
+    alone = train(solo_group(), "single", gpt(2), texts(20), 8, **GPT_OPTIONS)
+    options = {**GPT_OPTIONS, "compile": "aot_eager"}
+    together = world(size, lambda g: train(g, strategy, models[g.rank], texts(20), 8, **options))
+    assert_same(together, alone)
+    assert not graph_breaks().news()
+
+
+def test_batchnorm_of_all_replicas_stays_in_the_graph(world: World) -> None:
+    data = samples(40, (1, 4, 4))
+    models = [convnet(), convnet()]
+    alone = train(solo_group(), "single", convnet(), data, 20)
+    together = world(2, lambda g: train(g, "ddp", models[g.rank], data, 20, compile="aot_eager"))
+    assert_same(together, alone)
+    assert not graph_breaks().news()
+
+
+class Breaking(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def breaking() -> nn.Module:
+    torch.manual_seed(0)
+    return Breaking(nn.Linear(6, 3))
+
+
+def test_graph_breaks_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    train(solo_group(), "single", breaking(), samples(24), 8, compile="eager")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"shoal: compile: 1 graph break, .*: replica/test_compiled.py:\d+ .*", line)
+
+
+def test_shapes_are_compiled_at_most_twice() -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    train(solo_group(), "single", mlp(), [batch(n) for n in range(5, 12)], None, compile="eager")
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    return tuple(samples(n).tensors)
+
+
+def saved_and_loaded(group: Group, path: Path, save: bool, compiled: bool, outside: bool) -> Any:
+    model = mlp()
+    options = {"compile": "eager"} if compiled and not outside else {}
+    given: Any = torch.compile(model, backend="eager") if compiled and outside else model
+    with job_of(group, "single", given, optimizer=ADAMW, **options) as (job, step):
+        if not save:
+            job.load(path)
+        for rows in job.batches(samples(32), 8):
+            step(rows)
+            if save and job.steps == 2:
+                job.save(path)
+        return whole(step)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["compile=", "torch.compile"])
+@pytest.mark.parametrize("saves_compiled", [True, False])
+def test_checkpoints_have_the_names_of_the_plain_model(
+    tmp_path: Path, saves_compiled: bool, outside: bool
+) -> None:
+    path = tmp_path / "saved"
+    saved, loaded = (
+        saved_and_loaded(solo_group(), path, saves, saves is saves_compiled, outside)
+        for saves in (True, False)
+    )
+    assert list(saved) == list(loaded) == list(mlp().state_dict())
+    for name, tensor in saved.items():
+        torch.testing.assert_close(loaded[name], tensor)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)"])
+def test_a_model_that_the_script_has_compiled(world: World, strategy: str) -> None:
+    given: list[Any] = [torch.compile(mlp(), backend="eager") for _ in range(2)]
+    alone = train(solo_group(), "single", mlp(), samples(40), 16)
+    assert_same(world(2, lambda g: train(g, strategy, given[g.rank], samples(40), 16)), alone)
+
+
+def test_a_module_that_the_script_has_compiled_keeps_its_names() -> None:
+    model = mlp()
+    names = list(model.state_dict())
+    model[2] = torch.compile(model[2], backend="eager")  # type: ignore[index,operator]
+    plain, compiler = uncompiled(model)
+    assert list(plain.state_dict()) == names and plain is model and compiler is None
+    assert plain[2]._compiled_call_impl is not None  # type: ignore[index]
+
+
+def own_loop(job: Job, model: Any) -> list[float]:
+    model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for x, y in job.batches(samples(40), 16):
+        optimizer.zero_grad()
+        losses.append(float(job.backward(F.cross_entropy(model(x), y))))
+        optimizer.step()
+
+    return losses
+
+
+def test_the_users_own_loop_takes_a_compiled_model(world: World) -> None:
+    from tests.splitting import run
+
+    given = [torch.compile(mlp(), backend="eager") for _ in range(2)]
+    alone = run(solo_group(), "single", mlp(), own_loop)
+    assert_same(world(2, lambda g: run(g, "ddp", given[g.rank], own_loop)), alone)
+
+
+def test_evaluation_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of(solo_group(), "single", mlp(), compile="eager") as (job, step):
+        for rows in job.batches(samples(16), 8):
+            step(rows)
+        compiled = job.evaluate(F.cross_entropy, samples(20), 10)
+        monkeypatch.setattr(step.engine.stage, "_compiled", step.model)
+        assert compiled == pytest.approx(job.evaluate(F.cross_entropy, samples(20), 10))
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"precision": "bf16"}])
+def test_options_beside_compile(world: World, options: dict[str, Any]) -> None:
+    if "precision" in options:
+        train(solo_group(), "single", mlp(), samples(20), 8, compile="aot_eager", **options)
+    else:
+        assert_equal(world, 2, "ddp", mlp, samples(50), 16, compile="aot_eager", **options)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("backend", ["aot_eager", True])
+def test_exact_bits_hold_over_the_number_of_workers(world: World, backend: bool | str) -> None:
+    options: dict[str, Any] = {"compile": backend, "exact": True, "microbatches": 4}
+    alone = train(solo_group(), "single", mlp(), samples(44), 16, **options)
+    for size in (2, 4):
+        models = [mlp() for _ in range(size)]
+        together = world(
+            size,
+            lambda g: train(g, "ddp", models[g.rank], samples(44), 16, **options),  # noqa: B023
+        )
+        assert_same(together, alone, exactly=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "sentence"),
+    [
+        ("ddp", {"compile": "inductr"}, "a mode or a backend.*did you mean 'inductor'"),
+        ("pp(2)", {"compile": True, "exact": True}, "omit compile"),
+        ("zero(3)", {"compile": "reduce-overhead"}, "keeps its address"),
+        ("pp(2)", {"compile": "reduce-overhead"}, "one micro-batch"),
+    ],
+)
+def test_what_is_refused(
+    world: World, strategy: str, options: dict[str, Any], sentence: str
+) -> None:
+    assert re.search(sentence, refused(world, 2, strategy, mlp, **options))
+
+
+NO_COMPILER = """
+import sys, torch
+from functools import partial
+import shoal
+
+def train(job):
+    model = torch.nn.Linear(4, 2)
+    step = job.step(model, torch.nn.functional.mse_loss, compile=True,
+                    optimizer=partial(torch.optim.SGD, lr=0.1))
+    step((torch.ones(4, 4), torch.ones(4, 2)))
+
+shoal.run(train)
+"""
+
+
+@pytest.mark.whole
+def test_without_a_compiler_it_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NO_COMPILER)
+    environment = {
+        "PATH": "/nowhere",
+        "CXX": "/nowhere/g++",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "compile needs a C++ compiler" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_equal_the_plain_model() -> None:
+    job = Job(parse("single"), solo_group(), device=torch.device("cuda"), seed=3)
+    other = Job(parse("single"), solo_group(), device=torch.device("cuda"), seed=3)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD, compile="reduce-overhead")
+    plain = other.step(mlp(), F.cross_entropy, optimizer=SGD)
+    kept = [(step(rows), plain(rows)) for rows in job.batches(samples(70), 16, epochs=2)]
+    for loss, expected in kept:
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4)
+    job.close()
+    other.close()
