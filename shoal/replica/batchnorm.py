@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.split.mapping import sum_over_ranks
-from shoal.replica.split.traced_collectives import all_gather
+from shoal.replica.split.traced_collectives import collective
 
 _TAKES_STATISTICS = ("mean", "var", "std", "var_mean", "std_mean", "native_batch_norm")
 
@@ -243,7 +243,7 @@ class GlobalBatchNorm(_ReplacedNorm):
         count = mean.new_tensor([x.numel() / x.shape[1] if self._state.rows_are_real else 0.0])
         local = torch.cat([mean, var, count])
         gathered = local.new_empty(self._group.size * local.numel())
-        all_gather(gathered, local, self._group)
+        collective("all_gather", self._group, gathered, local)
         table = gathered.view(self._group.size, -1)
         means, variances, counts = torch.split(table, [mean.numel(), mean.numel(), 1], dim=1)
         total = counts.sum()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -54,22 +55,24 @@ class Compiler:
             )
         return cls(partial(torch.compile, backend=choice, dynamic=dynamic))
 
-    def __call__(self, forward: Forward, name: str) -> Forward:
-        """`forward`, compiled when it is called; `name` is what an error calls it."""
-        from torch._dynamo.exc import TorchDynamoException
-
+    def __call__(self, forward: Forward) -> Forward:
+        """`forward`, compiled when it is called."""
         graph_breaks()  # from now on
         _leave_out_messages()
         compiled = self.compile(forward if isinstance(forward, nn.Module) else _apart(forward))
+        if not self.uses_graphs:
+            return compiled
+        return lambda *args, **kwargs: tree_map(_kept, compiled(*args, **kwargs))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                outputs = compiled(*args, **kwargs)
-            except TorchDynamoException as error:
-                raise BadInput(_reason(error, name)) from error
-            return tree_map(_kept, outputs) if self.uses_graphs else outputs
+    @contextmanager
+    def errors(self, model: nn.Module) -> Iterator[None]:
+        """What fails inside, also when a backward is compiled, is one sentence."""
+        from torch._dynamo.exc import TorchDynamoException
 
-        return call
+        try:
+            yield
+        except TorchDynamoException as error:
+            raise BadInput(_reason(error, type(model).__name__)) from error
 
 
 def _kept(output: Any) -> Any:
@@ -100,7 +103,7 @@ def _apart(forward: Forward) -> Forward:
 def _reason(error: Exception, name: str) -> str:
     """One sentence about what torch.compile says in many lines."""
     cause: BaseException = getattr(error, "inner_exception", None) or error.__cause__ or error
-    if type(cause).__name__ == "InvalidCxxCompiler":
+    if "InvalidCxxCompiler" in f"{type(cause).__name__}: {error}":
         return (
             "compile needs a C++ compiler, and torch finds none on this host: install g++, name "
             'one by CXX=…, or take compile="aot_eager", which needs none, or leave compile out'

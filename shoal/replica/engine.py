@@ -60,7 +60,7 @@ class Stage:
 
     def compile(self, compiler: Compiler) -> None:
         """Compile what is computed here from now on."""
-        self._compiled = compiler(self.model, f"the forward of {type(self.model).__name__}")
+        self._compiled = compiler(self.model)
 
     def begin(self) -> None:
         return None

@@ -188,7 +188,7 @@ class Evaluation:
         inputs, targets = self.step.cutter.forward.arguments(content, batch.rows)
         metric = BoundLoss(self.metric)
         engine.forward_state.rows_are_real = batch.microbatch_sizes[0] > 0
-        with self.tracer.span("forward", "evaluate"):
+        with self.tracer.span("forward", "evaluate"), self.step.compile_errors():
             outputs = engine.stage.predict(inputs)
             values = metric(outputs, targets) if engine.stage.is_last else {}
         numbers = {}

@@ -32,10 +32,12 @@ from tests.splitting import (
     SGD,
     assert_equal,
     assert_same,
+    assert_script_refused,
     gpt,
     job_of,
     mlp,
     refused,
+    run,
     texts,
     train,
     whole,
@@ -92,8 +94,9 @@ def test_inductor_equals_one_worker(world: World, strategy: str) -> None:
 def test_a_compiled_transformer_equals_one_that_is_not(world: World, strategy: str) -> None:
     size = workers(strategy)
     models = [gpt(2) for _ in range(size)]
-    alone = train(solo_group(), "single", gpt(2), texts(20), 8, **GPT_OPTIONS)
-    options = {**GPT_OPTIONS, "compile": "aot_eager"}
+    options = {**GPT_OPTIONS, "optimizer": SGD}
+    alone = train(solo_group(), "single", gpt(2), texts(20), 8, **options)
+    options["compile"] = "aot_eager"
     together = world(size, lambda g: train(g, strategy, models[g.rank], texts(20), 8, **options))
     assert_same(together, alone)
     assert not graph_breaks().news()
@@ -183,6 +186,10 @@ def test_a_module_that_the_script_has_compiled_keeps_its_names() -> None:
     assert plain[2]._compiled_call_impl is not None  # type: ignore[index]
 
 
+def stepping(job: Job, model: nn.Module) -> None:
+    job.step(model, F.cross_entropy, optimizer=SGD)
+
+
 def own_loop(job: Job, model: Any) -> list[float]:
     model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
@@ -195,11 +202,26 @@ def own_loop(job: Job, model: Any) -> list[float]:
 
 
 def test_the_users_own_loop_takes_a_compiled_model(world: World) -> None:
-    from tests.splitting import run
-
     given = [torch.compile(mlp(), backend="eager") for _ in range(2)]
     alone = run(solo_group(), "single", mlp(), own_loop)
     assert_same(world(2, lambda g: run(g, "ddp", given[g.rank], own_loop)), alone)
+
+
+def in_place() -> nn.Module:
+    model = mlp()
+    model.compile(backend="eager")  # type: ignore[no-untyped-call]
+    return model
+
+
+def outside() -> Any:
+    return torch.compile(mlp(), backend="eager")
+
+
+@pytest.mark.parametrize(("script", "make"), [(stepping, in_place), (own_loop, outside)])
+def test_the_scripts_own_calls_are_not_compiled_where_layers_change(
+    world: World, script: Any, make: Any
+) -> None:
+    assert_script_refused(world, "zero(3)", script, r"compiled by torch\.compile.*zero\(3\)", make)
 
 
 def test_evaluation_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +261,7 @@ def test_exact_bits_hold_over_the_number_of_workers(world: World, backend: bool 
         ("ddp", {"compile": "inductr"}, "a mode or a backend.*did you mean 'inductor'"),
         ("pp(2)", {"compile": True, "exact": True}, "omit compile"),
         ("zero(3)", {"compile": "reduce-overhead"}, "keeps its address"),
-        ("pp(2)", {"compile": "reduce-overhead"}, "one micro-batch"),
+        ("pp(2)", {"compile": "reduce-overhead"}, "accumulate=1 without pp"),
     ],
 )
 def test_what_is_refused(

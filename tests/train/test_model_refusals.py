@@ -124,15 +124,6 @@ def test_ranks_with_different_models(
         world(2, body)
 
 
-class OptimizedModule(nn.Sequential):
-    """What torch.compile returns has this name; loading its compiler takes seconds."""
-
-
-def test_a_compiled_model_is_refused_where_its_parameters_are_sharded(world: World) -> None:
-    make = partial(OptimizedModule, nn.Linear(6, 3))
-    assert_script_refused(world, "zero(3)", stepping, r"torch.compile", make)
-
-
 def copying(job: Job, model: Any, path: Path) -> None:
     stepping(job, model)
     with pytest.raises(BadInput, match=r"another worker.*job\.save"):

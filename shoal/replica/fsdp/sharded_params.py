@@ -104,7 +104,7 @@ class UnitHooks:
         for inner in itertools.islice(unit.module.modules(), 1, None):
             for hook in self._watched.pop(inner, ()):
                 hook.remove()
-        forward = compiler(unit.module.forward, unit.name)
+        forward = compiler(unit.module.forward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._flat.is_full:

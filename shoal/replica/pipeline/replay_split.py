@@ -289,7 +289,7 @@ class ModuleSplit:
     def compile(self, compiler: Compiler) -> None:
         """Compile each unit: the code between them runs to learn what it uses."""
         for unit in self.units:
-            self.compiled[unit.module] = compiler(unit.module.forward, unit.name)
+            self.compiled[unit.module] = compiler(unit.module.forward)
 
     # ------------------------------------------------------------------ where it is split
 

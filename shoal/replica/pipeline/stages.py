@@ -69,8 +69,7 @@ class Stages:
         if key not in self._segments:
             segment = self._split.segment(virtual, given)
             if self._compiler is not None and isinstance(segment, nn.Module):
-                name = f"stage {virtual} of {type(self.model).__name__}"
-                segment.forward = self._compiler(segment.forward, name)
+                segment.forward = self._compiler(segment.forward)
             self._segments[key] = segment
         return self._segments[key]
 

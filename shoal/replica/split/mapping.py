@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import TensorSlot
-from shoal.replica.split import traced_collectives
+from shoal.replica.split.traced_collectives import collective
 from shoal.transport.transport import Work
 
 
@@ -112,7 +112,7 @@ class ShardSpec:
         for row, shard in zip(rows, shards, strict=True):
             row[: shard.numel()] = shard
         out = full.new_empty(longest)
-        traced_collectives.reduce_scatter(out, rows.view(-1), group)
+        collective("reduce_scatter", group, out, rows.view(-1))
         return out[: shards[group.rank].numel()].view(self.shard_shape(full.shape, group.rank))
 
     def all_gather(self, shard: Tensor, group: Group) -> Tensor:
@@ -123,7 +123,7 @@ class ShardSpec:
         padded = shard.new_zeros(longest)
         padded[: shard.numel()] = shard.reshape(-1)
         gathered = padded.new_empty(longest * group.size)
-        traced_collectives.all_gather(gathered, padded, group)
+        collective("all_gather", group, gathered, padded)
         rows = gathered.view(group.size, longest)
         return self.concatenate([r[: s.numel()].view(s) for r, s in zip(rows, shapes, strict=True)])
 
@@ -210,7 +210,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 def all_reduced(x: Tensor, group: Group) -> Tensor:
     """The sum over all ranks, in a new tensor; autograd does not see it."""
     total = x.clone(memory_format=torch.contiguous_format)
-    traced_collectives.all_reduce(total, group)
+    collective("all_reduce", group, total)
     return total
 
 

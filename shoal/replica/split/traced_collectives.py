@@ -13,26 +13,12 @@ from torch import Tensor
 from shoal.comm.group import Group, group_by_number
 
 
-def all_reduce(data: Tensor, group: Group) -> None:
-    """The sum over ranks, in place."""
+def collective(verb: str, group: Group, *tensors: Tensor) -> None:
+    """`group.verb(*tensors)`; the first one is changed in place."""
     if torch.compiler.is_compiling():
-        torch.ops.shoal.all_reduce(data, group.number)
+        getattr(torch.ops.shoal, verb)(*tensors, group.number)
     else:
-        group.all_reduce(data).wait()
-
-
-def all_gather(out: Tensor, data: Tensor, group: Group) -> None:
-    if torch.compiler.is_compiling():
-        torch.ops.shoal.all_gather(out, data, group.number)
-    else:
-        group.all_gather(out, data).wait()
-
-
-def reduce_scatter(out: Tensor, data: Tensor, group: Group) -> None:
-    if torch.compiler.is_compiling():
-        torch.ops.shoal.reduce_scatter(out, data, group.number)
-    else:
-        group.reduce_scatter(out, data).wait()
+        getattr(group, verb)(*tensors).wait()
 
 
 _library: Any = torch.library.Library("shoal", "FRAGMENT")  # type: ignore[no-untyped-call]

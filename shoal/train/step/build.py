@@ -137,8 +137,8 @@ def _compiler_of(
     several = options.with_pipeline(strategy.pp).accumulate > 1 or options.exact
     if several and compiler.uses_graphs:
         raise BadInput(
-            "this mode of compile replays CUDA graphs, and gradients in their memory do not outlive "
-            "the next micro-batch: take compile=True, or one micro-batch (no pp, accumulate=1)"
+            "this mode of compile replays CUDA graphs, and the next micro-batch overwrites "
+            "gradients in their memory: take compile=True, or accumulate=1 without pp"
         )
     tp = strategy.tp if strategy.tp is not None and strategy.tp.sequence else None
     mesh = context.mesh

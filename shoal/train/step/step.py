@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -191,7 +192,9 @@ class Step:
                 before = ForwardBuffers(self.model)
             if self.compiler is not None and not self.flat.compile(self.compiler):
                 self.engine.stage.compile(self.compiler)
-        local = self.shard.token_axes.sum(self.compute(microbatches, self.sync.reduce))
+        with self.compile_errors():
+            loss = self.compute(microbatches, self.sync.reduce)
+        local = self.shard.token_axes.sum(loss)
         if self.compiler is not None:
             self.shard.say(graph_breaks().news())
         if before is not None:
@@ -214,6 +217,9 @@ class Step:
         self._numbers = self._other_numbers()
         self.sync.finish()
         return self.sync.loss(local)
+
+    def compile_errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.compiler is None else self.compiler.errors(self.model)
 
     def _takes_whole_batches(self) -> bool:
         """From now on: where stages change buffers by the rows that they get, as on one device."""
