@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
+from shoal.train.checkpoints.digests import file_digest
 from shoal.train.checkpoints.files import digest_of
 from shoal.train.job import Job
 from shoal.train.step.step import Step
@@ -71,6 +72,16 @@ def write_manifest(path: Path, document: Any, sign: bool = True) -> None:
 
 def file_of(path: Path, part: str) -> Path:
     return path / str(manifest_of(path)["files"][part]["name"])
+
+
+def sign_file(path: Path, part: str) -> None:
+    """Write the digest of a file into the manifest, as an attacker would who has changed it."""
+    file = file_of(path, part)
+    with open(file, "rb") as handle:
+        digest = file_digest(handle.fileno())
+    document = manifest_of(path)
+    document["files"][part].update(bytes=file.stat().st_size, blake2b=digest)
+    write_manifest(path, document)
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:

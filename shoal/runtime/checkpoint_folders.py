@@ -112,11 +112,10 @@ class NewVersion:
         return self._files[-1]
 
     def publish(self, manifest: bytes) -> None:
-        """Make this version the current one."""
+        """Make this version, whose files are on the disk, the current one."""
         unpublished = self._workplace / MANIFEST
         unpublished.write_bytes(manifest)
-        for file in (*self._files, unpublished):
-            sync_path(file)
+        sync_path(unpublished)
         for file in self._files:
             os.rename(file, self._folder / file.name)
         sync_path(self._folder)

@@ -287,14 +287,18 @@ class Job(LoopMethods):
         self._refuse_elastic("job.map_reduce")
         return map_reduce_over(self._group, map_fn, items, reduce_fn)
 
-    def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
+    def save(
+        self, path: str | Path, about: dict[str, Any] | None = None, *, wait: bool = True
+    ) -> None:
         """Save the whole model, the optimizer and the position in the data under `path`.
 
         Call it on all ranks; rank 0 writes, or the lowest surviving rank. All ranks return when
         the checkpoint is complete; if it cannot be saved, all of them raise. `about` is kept in
-        the manifest; it has to be JSON.
+        the manifest; it has to be JSON. With `wait=False` they return when rank 0 has a copy, which
+        it writes while training goes on: the next save, a load and the end of training wait for it,
+        and raise if it could not be written.
         """
-        self.checkpoints.save(Path(path), about or {}, "job.save")
+        self.checkpoints.save(Path(path), about or {}, "job.save", wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.

@@ -29,7 +29,15 @@ from shoal.errors import CheckpointError
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.chaos import read_numbers
-from tests.checkpoints import file_of, manifest_of, places, save_some, start, write_manifest
+from tests.checkpoints import (
+    file_of,
+    manifest_of,
+    places,
+    save_some,
+    sign_file,
+    start,
+    write_manifest,
+)
 from tests.models import mlp
 
 ADAM = partial(torch.optim.Adam, lr=1e-2, fused=True)
@@ -102,7 +110,7 @@ def reshape(path: Path, chance: random.Random) -> None:
     file = file_of(path, part)
     file.unlink()
     save_file(tensors, file)
-    resign(path, part)
+    sign_file(path, part)
 
 
 def break_header(path: Path, chance: random.Random) -> None:
@@ -113,14 +121,7 @@ def break_header(path: Path, chance: random.Random) -> None:
     end = 8 + int.from_bytes(data[:8], "little")
     data[chance.randrange(end)] ^= 1 << chance.randrange(8)
     file.write_bytes(data)
-    resign(path, part)
-
-
-def resign(path: Path, part: str) -> None:
-    data = file_of(path, part).read_bytes()
-    document = manifest_of(path)
-    document["files"][part].update(bytes=len(data), sha256=sha256(data).hexdigest())
-    write_manifest(path, document)
+    sign_file(path, part)
 
 
 ATTACKS: dict[str, tuple[Callable[[Path, random.Random], None], bool]] = {

@@ -51,8 +51,9 @@ def test_a_script_that_is_started_again_has_the_losses_of_one_that_was_not(
     tmp_path: Path, world: World, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = losses_of(job_of())
-    with pytest.raises(Crash):
-        losses_of(job_in(tmp_path), crash_at=8)
+    job = job_in(tmp_path)
+    with pytest.raises(Crash), job.checkpoints.finishing():
+        losses_of(job, crash_at=8)
     assert steps_in(tmp_path) == 6
     again = world(2, lambda group: losses_of(job_in(tmp_path, group)))  # on more workers, too
     assert list(again[0]) == [7, 8, 9, 10, 11, 12]
@@ -72,8 +73,9 @@ def test_a_preempted_job_saves_there(tmp_path: Path) -> None:
 
 
 def test_a_later_checkpoint_that_the_script_loads_itself_counts(tmp_path: Path) -> None:
-    with pytest.raises(Crash):
-        losses_of(job_in(tmp_path / "automatic"), crash_at=4)
+    job = job_in(tmp_path / "automatic")
+    with pytest.raises(Crash), job.checkpoints.finishing():
+        losses_of(job, crash_at=4)
     own = job_of()
     losses_of(own)
     own.save(tmp_path / "own")

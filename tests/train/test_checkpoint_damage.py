@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from shoal.errors import CheckpointError
 from shoal.train.checkpoints import files
 from tests.chaos import checkpoint_damage, save_kills
-from tests.checkpoints import file_of, manifest_of, save_some, start, write_manifest
+from tests.checkpoints import file_of, manifest_of, save_some, sign_file, start, write_manifest
 
 
 @pytest.fixture
@@ -49,9 +48,9 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: Path) -> None:
     document = manifest_of(saved)
     file = saved / "model-0-abcdef.safetensors"
     file.write_bytes(b"\xff" * 64)
-    entry = {"name": file.name, "bytes": 64, "sha256": sha256(file.read_bytes()).hexdigest()}
-    document["files"]["model"] = entry
+    document["files"]["model"]["name"] = file.name
     write_manifest(saved, document)
+    sign_file(saved, "model")
     refused(saved, r"is damaged: .*abcdef\.safetensors")
 
 
@@ -80,7 +79,7 @@ def test_a_manifest_that_is_no_json_is_refused(saved: Path, text: str) -> None:
 @pytest.mark.parametrize("document", ["[]", "5", "null", '"text"'])
 def test_a_manifest_of_another_form_is_refused(saved: Path, document: str) -> None:
     (saved / "manifest.json").write_text(document)
-    refused(saved, "is not the manifest of a 'shoal checkpoint 2'")
+    refused(saved, "is not the manifest of a 'shoal checkpoint 3'")
 
 
 def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
@@ -105,8 +104,8 @@ NO_COUNTS = [(k, v) for k in ("steps", "batches") for v in (-1, 1.5, 1e300, "5",
     [
         *((renamed(name), "is damaged") for name in NAMES),  # only files of its folder
         *((lambda d, k=k, v=v: d.update({k: v}), f"'{k}' is not a count") for k, v in NO_COUNTS),
-        (dict.clear, "is not the manifest of a 'shoal checkpoint 2'"),
-        (lambda d: d.update(format="shoal checkpoint 3"), "is not the manifest of a"),
+        (dict.clear, "is not the manifest of a 'shoal checkpoint 3'"),
+        (lambda d: d.update(format="shoal checkpoint 4"), "is not the manifest of a"),
     ],
 )
 def test_a_manifest_with_other_values_is_refused(

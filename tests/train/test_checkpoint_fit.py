@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.checkpoints import (
     file_of,
     manifest_of,
     save_some,
+    sign_file,
     start,
     write_manifest,
 )
@@ -47,10 +47,7 @@ def edit(path: Path, part: str, change: Callable[[Tensors], None]) -> None:
     change(tensors)
     file.unlink()  # the tensors are views of it
     save_file(tensors, file)
-    data = file.read_bytes()
-    document = manifest_of(path)
-    document["files"][part].update(bytes=len(data), sha256=sha256(data).hexdigest())
-    write_manifest(path, document)
+    sign_file(path, part)
 
 
 def everything(step: Step) -> list[Any]:

@@ -223,7 +223,7 @@ class Worker:
             observers.append(Probe(job, self.config.memory_probe))
         result = None
         end: SystemExit | None = None
-        with suppress(StopTraining):
+        with job.checkpoints.finishing(), suppress(StopTraining):
             try:
                 result = train(job)
             except SystemExit as exit:

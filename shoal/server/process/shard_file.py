@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.runtime.background_writer import BackgroundWriter
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
     damaged,
@@ -138,29 +139,18 @@ def _check_residuals(file: Path, spec: ModelSpec, residuals: dict[int, Tensor]) 
 _CLOSE_S = 60.0
 
 
-class BackgroundWriter:
-    """Runs one action at a time in a thread. Of failures in a row only the first is reported."""
+class PartWriter(BackgroundWriter):
+    """Failures do not end the run. Of several in a row only the first is reported."""
 
     def __init__(self, what: str, folder: Path):
+        super().__init__()
         self._what = what
         self._folder = folder
-        self._thread: threading.Thread | None = None
         self._has_told = False
-
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, action: Callable[[], None]) -> None:
-        """Only while it is not busy."""
-        name = "shoal-checkpoint"
-        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Wait for what is being written."""
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        self.join(_CLOSE_S)
 
     def _run(self, action: Callable[[], None]) -> None:
         try:
@@ -177,7 +167,7 @@ class BackgroundWriter:
                 )
 
 
-class ShardSaver(BackgroundWriter):
+class ShardSaver(PartWriter):
     """Saves the models of one server."""
 
     def __init__(self, folder: Path, server: str):

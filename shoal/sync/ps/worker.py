@@ -36,7 +36,7 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Ack, Commit, ModelSpec, ParameterSlice, ShardState, StateTensor
 from shoal.server.model.named_optimizer import Option, options_of
 from shoal.server.model.shard import NAMES
-from shoal.server.process.shard_file import BackgroundWriter, write_tensors
+from shoal.server.process.shard_file import PartWriter, write_tensors
 from shoal.server.rows.client import RowRules, ServerStore
 from shoal.sync import Comeback, Replica, Sync
 from shoal.sync.lasting import KeptStatistics
@@ -65,7 +65,7 @@ class ServerSaves:
         self.accepted: int | None = None  # this worker writes the part of the workers of it
         self._every = config.every
         self._latest = 0  # that was asked for
-        self._writer = BackgroundWriter(f"worker {rank}", self.folder)
+        self._writer = PartWriter(f"worker {rank}", self.folder)
 
     def may_ask(self, number: int) -> bool:
         """Whether a worker may ask for a checkpoint of step `number`, this one or another."""

@@ -5,7 +5,8 @@
     model/optimizer-120-3fa9c1d2e4b5.safetensors
 
 The manifest has the digests of the files and one of itself, so every byte is under a digest. How
-versions replace each other: `runtime/checkpoint_folders.py`. Loading executes nothing.
+versions replace each other: `runtime/checkpoint_folders.py`. Loading executes nothing; tensors that
+were read are mappings of the files, which no saver writes to again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +34,15 @@ from shoal.runtime.checkpoint_folders import (
     damaged,
     new_version,
     read_manifest_bytes,
+    sync_path,
 )
 from shoal.runtime.decoders import convert
 from shoal.runtime.files import open_file
+from shoal.train.checkpoints.digests import file_digest, first_file_digest
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
-FORMAT = "shoal checkpoint 2"
+FORMAT = "shoal checkpoint 3"
+_FORMATS = (FORMAT, "shoal checkpoint 2")  # whose files have other digests
 _DIGEST = "sha256"
 _PARTS = ("model", "optimizer")
 _MAX_READS = 100  # of a checkpoint that others replace at the same time
@@ -58,25 +63,35 @@ class Checkpoint:
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Save under the folder `path`; the checkpoint there stays valid until this one is complete."""
-    try:
-        document = json.loads(json.dumps(checkpoint.document))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"`about` of a checkpoint has to be JSON: {error}") from error
+    document = as_json(checkpoint.document)
+    steps = document.get("steps", 0)
     try:
         with new_version(path) as version:
-            files = {}
-            for part, tensors in zip(_PARTS, (checkpoint.model, checkpoint.optimizer), strict=True):
-                file = version.tensor_file(part, document.get("steps", 0))
-                save_file(tensors, file)
-                with open(file, "rb") as handle:
-                    digest = _digest(handle.fileno())
-                files[part] = {"name": file.name, "bytes": file.stat().st_size, "sha256": digest}
+            parts = zip(_PARTS, (checkpoint.model, checkpoint.optimizer), strict=True)
+            with ThreadPoolExecutor(1, "shoal-sync") as pool:  # a file is read while it is flushed
+                files, synced = {}, []
+                for part, tensors in parts:
+                    file = version.tensor_file(part, steps)
+                    save_file(tensors, file)
+                    synced.append(pool.submit(sync_path, file))
+                    files[part] = _described(file)
+                for future in synced:
+                    future.result()
             manifest = {"format": FORMAT, "files": files, **document}
             checkpoint.digest = digest_of(manifest)
             manifest[_DIGEST] = checkpoint.digest
             version.publish(json.dumps(manifest, indent=1).encode())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot save a checkpoint at {path}: {error}") from error
+
+
+def as_json(document: dict[str, Any]) -> dict[str, Any]:
+    """A copy, as a manifest has it."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(document))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"`about` of a checkpoint has to be JSON: {error}") from error
+    return copied
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -114,6 +129,13 @@ def check_counts(path: Path, document: dict[str, Any]) -> None:
             raise damaged(path, f"{key!r} is not a count: {error}") from error
 
 
+def _described(file: Path) -> dict[str, Any]:
+    """What the manifest says about a tensor file."""
+    with open(file, "rb") as handle:
+        digest = file_digest(handle.fileno())
+    return {"name": file.name, "bytes": file.stat().st_size, "blake2b": digest}
+
+
 def _manifest_bytes(path: Path) -> bytes:
     try:
         data = read_manifest_bytes(path)
@@ -133,7 +155,7 @@ def _parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
         digest = digest_of(manifest) if isinstance(manifest, dict) else ""
     except (ValueError, RecursionError) as error:
         raise damaged(path, "its manifest is not JSON") from error
-    if not digest or manifest.get("format") != FORMAT:
+    if not digest or manifest.get("format") not in _FORMATS:
         raise CheckpointError(f"{path / MANIFEST} is not the manifest of a {FORMAT!r}")
     if manifest.get(_DIGEST) != digest:
         raise damaged(path, f"{MANIFEST} has changed")
@@ -171,18 +193,12 @@ def _read_tensors(path: Path, entry: dict[str, Any], descriptor: int) -> dict[st
     name = entry["name"]
     try:
         size = os.fstat(descriptor).st_size
-        if size != entry.get("bytes") or _digest(descriptor) != entry.get("sha256"):
+        kind, digest = (
+            ("blake2b", file_digest) if "blake2b" in entry else ("sha256", first_file_digest)
+        )
+        if size != entry.get("bytes") or digest(descriptor) != entry.get(kind):
             raise damaged(path, f"{name} has changed")
         opened = Path(f"/proc/self/fd/{descriptor}")  # works after it was removed, on Linux
         return load_file(opened if opened.exists() or opened.is_symlink() else path / name)
     except (OSError, SafetensorError) as error:
         raise damaged(path, f"{name}: {error}") from error
-
-
-def _digest(descriptor: int) -> str:
-    digest = hashlib.sha256()
-    at = 0
-    while chunk := os.pread(descriptor, 1 << 20, at):
-        digest.update(chunk)
-        at += len(chunk)
-    return digest.hexdigest()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from shoal.data.position import positions_of
 from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.background_writer import BackgroundWriter
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
     damaged,
@@ -61,32 +61,64 @@ class JobCheckpoints:
         self._loaded = 0  # checkpoints
         self._has_continued = False
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
+        self._writer = BackgroundWriter()
+        self._unfinished: tuple[int, str] | None = None  # the steps and the path it writes
 
     # ------------------------------------------------------------------ asked for by the script
 
-    def save(self, path: Path, about: dict[str, Any], call: str | None = None) -> None:
+    def save(
+        self, path: Path, about: dict[str, Any], call: str | None = None, wait: bool = True
+    ) -> None:
         """See `Job.save`, which is the call."""
         if self.dry:
             return
         self.before_save()
 
         def write() -> None:
-            self._agreement.run(lambda: (None, ""))  # all have come, before some wait for a part
-            self._agreement.run(lambda: (None, self._write(path, about)))
+            self._agreement.run(self._finish)  # all have come, before some wait for a part
+            self._agreement.run(lambda: (None, self._write(path, about, wait)))
 
         with self._state.context.services.tracer.span(CHECKPOINT, track="steps"):
             self._meetings.hold(write, call)
         self._saved = (path, about)
-        self.after_save(self._state.steps, str(path))
+        self._unfinished = self._state.steps, str(path)
+        if wait:
+            self._finish()
+
+    def _finish(self) -> tuple[None, str]:
+        """Return when what was saved last is complete, on the rank that writes it."""
+        saved, self._unfinished = self._unfinished, None
+        self._writer.wait()
+        if saved is not None:
+            self.after_save(*saved)
+        return None, ""
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """After the block, however it ends, nothing is being written; Ctrl-C does not wait."""
+        try:
+            yield
+        except Exception:
+            try:
+                self._finish()
+            except CheckpointError as error:
+                self._say(str(error))  # the first error is the one that ends the run
+            raise
+        except SystemExit:
+            self._finish()
+            raise
+        self._finish()
 
     def load(self, path: Path) -> dict[str, Any]:
         """See `Job.load`."""
         if not self._state.models:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
-        document = self._hold(
-            lambda: self._install(*self._agreement.load(path, lambda: self._read(path)), path),
-            "job.load",
-        )
+
+        def read() -> dict[str, Any]:
+            self._agreement.run(self._finish)  # of the same checkpoint, it may be
+            return self._install(*self._agreement.load(path, lambda: self._read(path)), path)
+
+        document = self._hold(read, "job.load")
         self._state.stream.positions.is_asked = True
         about = document["about"]
         return about if isinstance(about, dict) else {}
@@ -143,8 +175,8 @@ class JobCheckpoints:
             saved = files.read(path)
         return (saved, fit(self._state.models, saved, path)), saved.digest
 
-    def _write(self, path: Path, about: dict[str, Any]) -> str:
-        """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
+    def _write(self, path: Path, about: dict[str, Any], wait: bool) -> str:
+        """Write a checkpoint, or begin to; nothing that the others would have to know."""
         from shoal.train.checkpoints.optimizer_state import model_tensors
         from shoal.train.checkpoints.state import snapshot
 
@@ -163,11 +195,12 @@ class JobCheckpoints:
             others = {"ema": averages, "untrained": whole}
             document = self._state.description(about)
             saved = snapshot(self._state.models, states, document, others)
-            if self._is_first():
-                if any(step.options.stops_at_nan for step in self._state.models):
-                    _refuse_nan(saved.model, path)
-                files.write(path, saved)
-            return saved.digest
+        if self._is_first():
+            saved.document = files.as_json(saved.document)
+            refuses_nan = any(step.options.stops_at_nan for step in self._state.models)
+            write = partial(_write_finite if refuses_nan else files.write, path, saved)
+            write() if wait else self._writer.start(write)
+        return ""
 
     @property
     def _is_of_lowest(self) -> bool:
@@ -248,7 +281,7 @@ class JobCheckpoints:
         folder = self._own_folder
         if folder is not None and self._saved_itself != self._state.steps:
             last = self._saved
-            self.save(folder, {})
+            self.save(folder, {}, wait=self.is_preempted)
             self._saved = last
             self._saved_itself = self._state.steps
 
@@ -281,13 +314,14 @@ class JobCheckpoints:
         return read_servers(folder, self._say)
 
 
-def _refuse_nan(tensors: dict[str, Tensor], path: Path) -> None:
-    """What was saved before is worth more."""
-    if name := next((n for n, t in tensors.items() if t.isnan().any()), None):
+def _write_finite(path: Path, saved: files.Checkpoint) -> None:
+    """What was saved before is worth more than weights that are nan."""
+    if name := next((n for n, t in saved.model.items() if t.isnan().any()), None):
         raise CheckpointError(
             f'{name} has values that are nan: nothing was saved in {path}; with on_nan="go on" '
             "job.step trains such a model, and job.save saves it"
         )
+    files.write(path, saved)
 
 
 def _read_if_any(folder: Path) -> files.Checkpoint | None:

@@ -22,7 +22,7 @@ from shoal.runtime.checkpoint_folders import (
     versions_in,
 )
 from shoal.runtime.failpoints import arm, armed
-from shoal.server.process.shard_file import BackgroundWriter, read_tensors_of, write_tensors
+from shoal.server.process.shard_file import PartWriter, read_tensors_of, write_tensors
 
 NAMES = (shard_name(0, 2), shard_name(1, 2), WORKER_FILE)
 
@@ -87,7 +87,7 @@ def test_two_complete_checkpoints_stay_and_what_others_write(
 def test_a_failing_disk_is_one_line_in_the_words_of_the_system(
     tmp_path: Path, error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer = BackgroundWriter("server 1", tmp_path)
+    writer = PartWriter("server 1", tmp_path)
 
     def fail() -> None:
         raise error
