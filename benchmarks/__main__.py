@@ -140,6 +140,46 @@ def start(
 
 
 @app.command()
+def checkpoint(
+    size: Annotated[str, typer.Option(help="Bytes of the model, such as 500MB.")] = "500MB",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 7,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="On the disk to measure.", show_default="that of temporary files"),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Seconds to save and to load a model, and how long a save holds training up.
+
+    `job.save`, waiting and in the background, and `job.load` against torch.save, torch.load and
+    torch.distributed.checkpoint; beside dd with conv=fsync and a copy in memory.
+    """
+    from benchmarks.checkpoint import run, tables
+    from shoal.cluster.units import parse_bytes
+
+    found = run(parse_bytes(size), rounds, folder)
+    show(found, tables(found), as_json)
+
+
+@app.command()
+def data(
+    samples: Annotated[int, typer.Option(min=1, help="Samples in an epoch.")] = 8192,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 32,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 9,
+    as_json: options.Json = False,
+) -> None:
+    """Microseconds a batch of `job.batches` and of torch's DataLoader.
+
+    With no worker processes and with two: tensors, a dataset in Python whose samples are cheap,
+    take time or draw noise, and a collate function.
+    """
+    from benchmarks.data import run, table_of
+
+    results = run(samples, batch_size, rounds)
+    show({"results": results}, [table_of(results), FASTER], as_json)
+
+
+@app.command()
 def trace(
     workers: Annotated[
         list[int] | None,

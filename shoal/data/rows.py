@@ -66,6 +66,8 @@ def is_list_of_samples(tree: Tree, count: int) -> bool:
 
 def take(rows: Any, ranges: Sequence[range]) -> Any:
     """The rows in `ranges`, concatenated; row 0 is the placeholder for an empty range."""
+    if isinstance(rows, Tensor) and [*ranges] == [range(rows.shape[0])] != [range(0)]:
+        return rows
     pieces = [rows[r.start : r.stop] if r else rows[:1] for r in ranges]
     if isinstance(rows, Tensor):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

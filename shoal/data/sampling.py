@@ -143,29 +143,38 @@ class DatasetBatches:
         self.dataset = seeded(dataset, options.sample_seed)
         self.options = options
         self.replicas = split.replicas
+        self._known_ranges: dict[tuple[int, int], list[range]] = {}
         size = options.batch_size or 1
         numbers = range(start, options.batches_in(len(order)))
-        batches = [order[i * size : (i + 1) * size] for i in numbers]
+        batches = torch.split(order[start * size :], size)[: len(numbers)]
         self.batches = (
             list(round_robin(batches, split)) if in_turns else [(b, split) for b in batches]
         )
 
     def __iter__(self) -> Iterator[AnyBatch]:
         for content, (rows, split) in zip(self._load(), self.batches, strict=True):
-            batch = batch_of(content, len(rows), split.sizes(len(rows)))
+            total = rows.shape[0]
+            batch = batch_of(content, total, [len(rows) for rows in self._ranges(total, split)])
             batch.concurrent = self.replicas // split.replicas
             yield batch
 
+    def _ranges(self, total: int, split: BatchSplit) -> list[range]:
+        """`split.rows`: nearly all batches are equally large."""
+        key = total, split.replicas  # of the two splits that batches in turns have
+        if key not in self._known_ranges:
+            self._known_ranges[key] = split.rows(total)
+        return self._known_ranges[key]
+
     def _load(self) -> Iterable[Any]:
         data = self.dataset
-        chosen = (take(rows, split.rows(len(rows))) for rows, split in self.batches)
+        chosen = (take(rows, self._ranges(rows.shape[0], split)) for rows, split in self.batches)
         if type(data) is TensorDataset and self.options.collate is None:
             return (tuple(t[i] for t in data.tensors) for i in chosen)
         collate = self.options.collate or default_collate
         if self.options.loaders:
             return DataLoader(
                 data,
-                batch_sampler=[i.tolist() for i in chosen],
+                batch_sampler=(i.tolist() for i in chosen),
                 collate_fn=collate,
                 num_workers=self.options.loaders,
                 generator=torch.Generator().manual_seed(self.options.loader_seed),

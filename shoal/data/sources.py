@@ -208,7 +208,7 @@ class DatasetSource(Source):
         is_compared = at == 0 and (epoch < 8 or epoch % 16 < 2)  # of two loops in turns, both
         is_compared |= epoch == 0 and at & (at - 1) == 0 and not loaders  # 1, 2, 4, 8 …
         batch = super().next()
-        if batch is not None and is_compared:
+        if batch is not None and is_compared and self.feed.same.is_on:
             start = at * (self.options.batch_size or 1)
             rows = self._present_order[start : start + _COMPARED]
             # where processes fetch samples, the files that they open are not opened here

@@ -1,9 +1,10 @@
-"""The global random generators of Python and numpy, which a forward may draw from.
+"""The global random generators, which a forward or a dataset may draw from.
 
 A step seeds them before each forward and restores them afterwards. To read and write such a state
 takes tens to hundreds of microseconds, and hardly any forward draws from it. So a generator that a
 forward has left alone is not seeded any more: the 2.5 KB of its Mersenne twister are compared in
-memory before and behind a step, and one that is drawn from is seeded from then on.
+memory before and behind a step, and one that is drawn from is seeded from then on. Samples of a
+dataset (`data/sample_seeds.py`) do the same with a batch; there torch's generator is one of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
+
+import torch
 
 _WORDS = 624
 
@@ -36,33 +40,58 @@ class _Stream:
         self._put = put
         self._seed = seed
         self._words = words
-        self._is_drawn_from = True  # until a step shows that it is not
+        self.is_drawn_from = True  # until a step shows that it is not
         self._stays = words is None  # it was seen to be drawn from
         self._seeded: bytes | None = None
 
+    def begin(self, is_drawn_from: bool) -> None:
+        self.is_drawn_from = is_drawn_from or self._stays
+
     def save(self) -> _Snapshot:
         self._seeded = None
-        return _Snapshot(self._get() if self._is_drawn_from else None, self._now())
+        return _Snapshot(self._get() if self.is_drawn_from else None, self.words_now())
 
     def seed(self, seed: int) -> None:
-        if self._is_drawn_from:
+        if self.is_drawn_from:
             self._seed(seed)
-            self._seeded = self._now()
+            self._seeded = self.words_now()
 
-    def restore(self, before: _Snapshot) -> None:
-        now = self._now()
+    def restore(self, before: _Snapshot) -> bool:
+        """Whether something has drawn from it, though it was not seeded any more."""
+        now = self.words_now()
         if before.state is None:
-            if now != before.words and self._words is not None:
-                ctypes.memmove(self._words, before.words, len(before.words))
-                self._is_drawn_from = self._stays = True
-            return
+            if now != before.words:
+                self._put_words(before.words)
+                self.is_drawn_from = self._stays = True
+            return now != before.words
         if self._seeded is not None:
             self._stays |= now != self._seeded
-            self._is_drawn_from = self._stays
+            self.is_drawn_from = self._stays
         self._put(before.state)
+        return False
 
-    def _now(self) -> bytes:
+    def words_now(self) -> bytes:
         return b"" if self._words is None else bytes(self._words)
+
+    def _put_words(self, words: bytes) -> None:
+        assert self._words is not None
+        ctypes.memmove(self._words, words, len(words))
+
+
+class _TorchStream(_Stream):
+    """torch gives the state of its generator in a microsecond."""
+
+    def __init__(self) -> None:
+        generator: Any = torch.default_generator
+        super().__init__(generator.get_state, generator.set_state, generator.manual_seed, None)
+        self._stays = False
+
+    def words_now(self) -> bytes:
+        state: torch.Tensor = self._get()
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+    def _put_words(self, words: bytes) -> None:
+        self._put(torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
 
 def _words_at(address: int, expected: list[int]) -> ctypes.Array[ctypes.c_uint32] | None:
@@ -71,30 +100,39 @@ def _words_at(address: int, expected: list[int]) -> ctypes.Array[ctypes.c_uint32
     return words if list(words) == expected else None
 
 
-def _of_python() -> _Stream:
+@cache
+def _python_words() -> ctypes.Array[ctypes.c_uint32] | None:
     """CPython: the index and the state follow the head of the object, which is never freed."""
-    words = None
-    if sys.implementation.name == "cpython":
-        *state, index = random.getstate()[1]
-        owner: Any = random.random.__self__  # type: ignore[attr-defined]
-        words = _words_at(id(owner) + object.__basicsize__, [index, *state])
-    return _Stream(random.getstate, random.setstate, random.seed, words)
+    if sys.implementation.name != "cpython":
+        return None
+    *state, index = random.getstate()[1]
+    owner: Any = random.random.__self__  # type: ignore[attr-defined]
+    return _words_at(id(owner) + object.__basicsize__, [index, *state])
+
+
+@cache
+def _numpy_words() -> ctypes.Array[ctypes.c_uint32] | None:
+    numpy: Any = sys.modules["numpy"]
+    kind, state, position, *_ = numpy.random.get_state()
+    if kind != "MT19937" or not hasattr(numpy.random, "get_bit_generator"):
+        return None
+    generator = numpy.random.get_bit_generator()
+    return _words_at(generator.ctypes.state_address, [*map(int, state), int(position)])
 
 
 def _of_numpy(numpy: Any) -> _Stream:
-    get = numpy.random.get_state
-    kind, state, position, *_ = get()
-    words = None
-    if kind == "MT19937" and hasattr(numpy.random, "get_bit_generator"):
-        generator = numpy.random.get_bit_generator()
-        words = _words_at(generator.ctypes.state_address, [*map(int, state), int(position)])
-    return _Stream(get, numpy.random.set_state, lambda s: numpy.random.seed(s % 2**32), words)
+    get, put = numpy.random.get_state, numpy.random.set_state
+    return _Stream(get, put, lambda s: numpy.random.seed(s % 2**32), _numpy_words())
 
 
 class HostStreams:
-    """Those of this process; numpy's from when it is imported."""
+    """Those of Python and numpy in this process; numpy's from when it is imported."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_torch: bool = False, is_drawn_from: bool = True) -> None:
+        """`is_drawn_from`: whether all are seeded at first."""
+        self._torch = [_TorchStream()] if with_torch else []
+        self._is_drawn_from = is_drawn_from
+        self._all = list[_Stream]()
         self._python: _Stream | None = None
         self._numpy: _Stream | None = None
 
@@ -105,16 +143,41 @@ class HostStreams:
         for stream in self._streams():
             stream.seed(seed)
 
-    def restore(self, saved: list[tuple[_Stream, _Snapshot]]) -> None:
-        for stream, before in saved:
-            stream.restore(before)
+    def restore(self, saved: list[tuple[_Stream, _Snapshot]]) -> bool:
+        """Whether one was drawn from, though it was not seeded any more: from now on it is."""
+        return any([stream.restore(before) for stream, before in saved])
+
+    def words(self) -> list[bytes] | None:
+        """The states in memory, as long as nothing is known to draw from any of them."""
+        streams = self._streams()
+        if any([stream.is_drawn_from for stream in streams]):
+            return None
+        return [stream.words_now() for stream in streams]
+
+    def undo(self, words: list[bytes]) -> None:
+        """Something has drawn after all: return to these states, and remember from which it has."""
+        for stream, before in zip(self._streams(), words, strict=False):
+            stream.restore(_Snapshot(None, before))
+
+    @property
+    def are_drawn_from(self) -> bool:
+        return any(stream.is_drawn_from for stream in self._streams())
 
     def _streams(self) -> list[_Stream]:
         if self._python is None:
-            self._python = _of_python()
+            words = _python_words()
+            self._python = _Stream(random.getstate, random.setstate, random.seed, words)
+            self._begin(*self._torch, self._python)
+            self._all = [*self._torch, self._python]
         if self._numpy is None and "numpy" in sys.modules:
             self._numpy = _of_numpy(sys.modules["numpy"])
-        return [stream for stream in (self._python, self._numpy) if stream is not None]
+            self._begin(self._numpy)
+            self._all = [*self._torch, self._python, self._numpy]
+        return self._all
+
+    def _begin(self, *streams: _Stream) -> None:
+        for stream in streams:
+            stream.begin(self._is_drawn_from)
 
 
 host_streams = HostStreams()

@@ -2,9 +2,10 @@
 
     python -m tests.chaos.save_kills [--count 200] [--seed 0]      count kills
 
-In each round three processes save at one path without a pause and two read it, until the savers are
-killed at random moments. Every read gives one whole version; so does the folder after the kills;
-and the next save leaves nothing but its own files.
+In each round three processes save at one path without a pause, two of them in the background as
+`job.save(wait=False)` does, and two read it, until the savers are killed at random moments. Every
+read gives one whole version; so does the folder after the kills; and the next save leaves nothing
+but its own files.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from shoal.runtime.background_writer import BackgroundWriter
 from shoal.train.checkpoints import files
 from shoal.train.checkpoints.files import Checkpoint
 from tests.chaos import read_numbers
@@ -77,9 +80,14 @@ class Round:
 
     def _save(self, saver: int) -> None:
         step = 1000 * self.number + 100 * saver
+        writer = BackgroundWriter()
         while True:
             os.write(self._begin, b".")
-            files.write(self.path, version(step))
+            checkpoint = version(step)
+            writer.wait()
+            writer.start(partial(files.write, self.path, checkpoint))
+            if saver == 0:
+                writer.wait()
             step += 1
 
     def _keep_reading(self) -> None:

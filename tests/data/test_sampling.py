@@ -292,6 +292,41 @@ def test_every_epoch_draws_other_numbers_and_every_run_the_same() -> None:
     assert epochs() == [first, second]
 
 
+class Sometimes(Drawing):
+    """Only some samples draw, each from one library."""
+
+    def __getitem__(self, i: int) -> tuple[int, float, float, float]:
+        return (
+            i,
+            torch.rand(()).item() if i == 6 else 0.0,
+            random.random() if i in (1, 9) else 0.0,
+            float(numpy.random.rand()) if i == 8 else 0.0,
+        )
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(10))])
+def test_a_sample_that_draws_in_a_later_batch_draws_the_same(wrap: Callable[[Any], Any]) -> None:
+    """Its generator is not seeded any more then, or was not at first: the batch comes again."""
+    always = drawn(1)
+    numbers = drawn(2, dataset=wrap(Sometimes()))
+    assert numbers == drawn(1, dataset=wrap(Sometimes())) == drawn(5, dataset=wrap(Sometimes()))
+    assert {i for i, row in numbers.items() if any(row)} == {1, 6, 8, 9}
+    for i, row in numbers.items():
+        assert all(value in (0.0, always[i][k]) for k, value in enumerate(row))
+
+
+def test_generators_that_samples_leave_alone_are_not_seeded_after_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = SeededSamples(Plain(TensorDataset(torch.arange(8))), 1)
+    samples.__getitems__([0, 1])
+    calls: list[int] = []
+    monkeypatch.setattr(random, "seed", calls.append)
+    monkeypatch.setattr(numpy.random, "seed", calls.append)
+    samples.__getitems__([2, 3])
+    assert not calls
+
+
 def test_datasets_that_draw_nothing_are_not_seeded() -> None:
     tensors = TensorDataset(torch.arange(4))
     assert seeded(tensors, 1) is tensors

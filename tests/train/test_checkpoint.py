@@ -89,6 +89,22 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
     assert model.head.weight.data_ptr() == step_again.flat.data[step_again.flat.offset :].data_ptr()
 
 
+def test_a_file_that_was_loaded_is_not_kept(tmp_path: Path) -> None:
+    """Neither mapped nor open: the next save may give its place on the disk back."""
+    save_some(tmp_path)
+    job, step = start()
+    job.load(tmp_path)
+    assert step.update.optimizer.state
+    for kept in ("maps", "fd"):
+        path = Path("/proc/self") / kept
+        lines = path.read_text() if kept == "maps" else str([os.readlink(f) for f in _files(path)])
+        assert str(tmp_path) not in lines
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.is_symlink()]
+
+
 def test_the_manifest_tells_where_it_comes_from(saved: Path) -> None:
     document = manifest_of(saved)
     assert document["format"] == files.FORMAT

@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from shoal.data.position import positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.background_writer import BackgroundWriter
@@ -75,7 +78,7 @@ class JobCheckpoints:
         self.before_save()
 
         def write() -> None:
-            self._agreement.run(self._finish)  # all have come, before some wait for a part
+            self._agreement.run(self.finish)  # all have come, before some wait for a part
             self._agreement.run(lambda: (None, self._write(path, about, wait)))
 
         with self._state.context.services.tracer.span(CHECKPOINT, track="steps"):
@@ -83,10 +86,10 @@ class JobCheckpoints:
         self._saved = (path, about)
         self._unfinished = self._state.steps, str(path)
         if wait:
-            self._finish()
+            self.finish()
 
-    def _finish(self) -> tuple[None, str]:
-        """Return when what was saved last is complete, on the rank that writes it."""
+    def finish(self) -> tuple[None, str]:
+        """Return when what was saved last is complete, on the rank that writes it; for `run`."""
         saved, self._unfinished = self._unfinished, None
         self._writer.wait()
         if saved is not None:
@@ -100,14 +103,14 @@ class JobCheckpoints:
             yield
         except Exception:
             try:
-                self._finish()
+                self.finish()
             except CheckpointError as error:
                 self._say(str(error))  # the first error is the one that ends the run
             raise
         except SystemExit:
-            self._finish()
+            self.finish()
             raise
-        self._finish()
+        self.finish()
 
     def load(self, path: Path) -> dict[str, Any]:
         """See `Job.load`."""
@@ -115,7 +118,7 @@ class JobCheckpoints:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
 
         def read() -> dict[str, Any]:
-            self._agreement.run(self._finish)  # of the same checkpoint, it may be
+            self._agreement.run(self.finish)  # of the same checkpoint, it may be
             return self._install(*self._agreement.load(path, lambda: self._read(path)), path)
 
         document = self._hold(read, "job.load")
@@ -314,9 +317,15 @@ class JobCheckpoints:
         return read_servers(folder, self._say)
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    """A sum that is a number says that all are: it takes no memory, and reads once."""
+    is_summed = tensor.dtype in (torch.float32, torch.float64)
+    return bool((not is_summed or tensor.sum().isnan()) and tensor.isnan().any())
+
+
 def _write_finite(path: Path, saved: files.Checkpoint) -> None:
     """What was saved before is worth more than weights that are nan."""
-    if name := next((n for n, t in saved.model.items() if t.isnan().any()), None):
+    if name := next((n for n, t in saved.model.items() if _has_nan(t)), None):
         raise CheckpointError(
             f'{name} has values that are nan: nothing was saved in {path}; with on_nan="go on" '
             "job.step trains such a model, and job.save saves it"

@@ -174,6 +174,14 @@ def fit_optimizer(
     return document, bare
 
 
+def own_state(optimizer: torch.optim.Optimizer) -> None:
+    """Copies, in place of tensors that were loaded: these keep their file on the disk."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[key] = value.clone()
+
+
 def _group_of(names: list[str], rest: OptimizerRest, where: Path) -> dict[str, Any]:
     """The saved group that holds these parameters; it may also hold those of other ranks."""
     for group in rest.groups:

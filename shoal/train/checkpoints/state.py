@@ -27,6 +27,7 @@ from shoal.train.checkpoints.optimizer_state import (
     model_tensors,
     on_cpu,
     optimizer_tensors,
+    own_state,
 )
 from shoal.train.step.step import Step
 
@@ -162,6 +163,7 @@ class FittingState:
             copy_into(step.model, self.model)
         if self.optimizer is not None:
             step.update.optimizer.load_state_dict(self.optimizer)
+            own_state(step.update.optimizer)
         step.steps = step.update.steps = saved.steps
         if step.update.schedule is not None:
             step.update.schedule.restart()
