@@ -144,7 +144,8 @@ class ColumnLinear(TensorParallelLinear):
             if self.training:
                 self.rng.fork(x)
             return out
-        if self.output == "logits" and not isinstance(out, SequenceShard):
+        is_lazy = self.output == "logits" and not torch.compiler.is_compiling()  # by a subclass
+        if is_lazy and not isinstance(out, SequenceShard):
             return VocabParallelLogits.of(out, self.spec, self.group)
         return gather(out, ShardSpec(out.dim() - 1, self.spec.ranges), self.group)
 
