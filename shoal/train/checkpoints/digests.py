@@ -20,12 +20,13 @@ _MOST_THREADS = 4
 def file_digest(descriptor: int) -> str:
     """Reads all of the file, on at most 4 cores, with 8 MiB of memory each."""
     starts = range(0, os.fstat(descriptor).st_size, CHUNK_BYTES)
-    threads = min(_MOST_THREADS, cores(), len(starts))
-    if threads < 2:
-        return _digest(b"".join(_chunk_digest(descriptor, at) for at in starts)).hex()
+    threads = max(1, min(_MOST_THREADS, cores(), len(starts)))
+    parts = [starts[thread::threads] for thread in range(threads)]
     with ThreadPoolExecutor(threads, "shoal-digest") as pool:
-        digests = pool.map(lambda at: _chunk_digest(descriptor, at), starts)
-        return _digest(b"".join(digests)).hex()
+        others = pool.map(lambda part: _chunk_digests(descriptor, part), parts[1:])
+        found = [_chunk_digests(descriptor, parts[0]), *others]
+    in_order = (found[i % threads][i // threads] for i in range(len(starts)))
+    return _digest(b"".join(in_order)).hex()
 
 
 def first_file_digest(descriptor: int) -> str:
@@ -38,12 +39,16 @@ def first_file_digest(descriptor: int) -> str:
     return digest.hexdigest()
 
 
-def _chunk_digest(descriptor: int, at: int) -> bytes:
-    data = os.pread(descriptor, CHUNK_BYTES, at)
-    while len(data) < CHUNK_BYTES and (more := os.pread(descriptor, CHUNK_BYTES, at + len(data))):
-        data = (data + more)[:CHUNK_BYTES]
-    return _digest(data)
+def _chunk_digests(descriptor: int, starts: range) -> list[bytes]:
+    buffer = memoryview(bytearray(CHUNK_BYTES if starts else 0))
+    found = []
+    for at in starts:
+        filled = 0
+        while read := os.preadv(descriptor, [buffer[filled:]], at + filled):
+            filled += read
+        found.append(_digest(buffer[:filled]))
+    return found
 
 
-def _digest(data: bytes) -> bytes:
+def _digest(data: bytes | memoryview) -> bytes:
     return blake2b(data, digest_size=32).digest()
