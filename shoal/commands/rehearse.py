@@ -224,6 +224,6 @@ def _parts(
             link = more["busiest"]
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])
-            said.append(f"{one.strategy}: {counted(one.steps, 'step')} in {took}{carried}")
+            said.append(f"{one.strategy}: the last worker ends after {took}{carried}")
     shares = shares_of_time(stage.spans) if shows_spans else []
     return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]
