@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from shoal.comm.call import Call
@@ -30,6 +31,7 @@ class Executor(Protocol):
     any_source: bool = False  # whether `recv` takes ANY_SOURCE for a source
     # whether an operation beside the computation takes a core from it
     takes_cores: bool = False
+    device: torch.device | None = None  # of all ranks; one GPU of all of them serves their calls
     topology: Topology | None = None  # which ranks share a host, where there are several
 
     @abstractmethod

@@ -10,7 +10,7 @@ Results of a reduction are the same bits on every rank: contributions go in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from shoal.runtime.trace import SentBytes
 from shoal.transport.shm.messages import ShmTransport, ShmWork
 from shoal.transport.shm.segment import Segment, is_built, join
 from shoal.transport.transport import Work
+
+if TYPE_CHECKING:
+    from shoal.comm.executors.shared_gpu import SharedGpu
 
 if is_built():
     from shoal.transport.shm import _shm
@@ -82,6 +85,7 @@ class NativeWork(QueuedWork):
 
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
+_ON_GPU = frozenset(("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
 _IN_PLACE = frozenset(("broadcast", "reduce", "all_reduce", "scan"))
 
 
@@ -98,6 +102,8 @@ class SharedMemory(Executor):
         self.transport = ShmTransport(segment)
         self.queue = WorkQueue("shoal collectives")
         self._children: list[SharedMemory] = []
+        self._gpu: SharedGpu | None = None
+        self._asks_gpu = True  # whether ranks share one is not known yet
 
     @property
     def timeout_s(self) -> float:
@@ -163,6 +169,10 @@ class SharedMemory(Executor):
 
     def submit(self, call: Call) -> QueuedWork:
         kind, data, out, op, root, _, _, timeout_s = call
+        if self.device is not None and kind in _ON_GPU:
+            work = self._on_gpu(call, self.device)
+            if work is not None:
+                return work
         if data is out and kind in _IN_PLACE and isinstance(data, Tensor):
             code = DTYPE_CODES.get(data.dtype)
             if code is not None and data.is_cpu and data.is_contiguous():
@@ -172,6 +182,26 @@ class SharedMemory(Executor):
         if kind == "barrier":
             return self._start((0, 0, 0, 0, 0, 0, 0), timeout_s)
         return self._with_operands(call)
+
+    def _on_gpu(self, call: Call, device: torch.device) -> QueuedWork | None:
+        """None where the host's memory serves the call."""
+        if not isinstance(call.data, Tensor) or call.data.device != device:
+            return None
+        if self._asks_gpu:
+            from shoal.comm.executors.shared_gpu import share
+
+            self._asks_gpu = False
+            self._gpu = share(self, device)
+        return None if self._gpu is None else self._gpu.submit(call)
+
+    def exchange_now(self, mine: Tensor, everything: Tensor, timeout_s: float | None) -> None:
+        """An all-gather of numbers of 64 bits, within an operation of the queue."""
+        segment = self.segment if timeout_s is None else self.segment.within(timeout_s)
+        count, code = mine.numel(), DTYPE_CODES[mine.dtype]
+        at, to = mine.data_ptr(), everything.data_ptr()
+        arguments = (segment.handle, KIND_CODES["all_gather"], at, to, count, code, 0, 0, 0)
+        if outcome := _shm.collective(*arguments, segment.timeout_ns):
+            segment.check(outcome)
 
     def _with_operands(self, call: Call) -> QueuedWork:
         if call.kind == "all_to_all_uneven":
@@ -293,6 +323,7 @@ class SharedMemory(Executor):
         if segment is None:
             raise BadInput("there is no memory left for another group of these ranks")
         child = SharedMemory(segment, self.takes_cores)
+        child.device = self.device
         self._children.append(child)
         return child
 

@@ -230,6 +230,8 @@ class WorkerGroup:
             with ExitStack() as stack:
                 with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
                     group = stack.enter_context(open_group(spec))
+                if self.device.type == "cuda":
+                    group.executor.device = self.device
                 joined()
                 yield group
 
