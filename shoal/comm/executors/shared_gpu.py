@@ -44,7 +44,7 @@ def share(executor: SharedMemory, device: torch.device) -> SharedGpu | None:
         memory, handle = cuda_ipc.allocate(device, CAPACITY)
     except cuda_ipc.CudaIpcError:
         handle = b""
-    handles = all_gather_bytes(group, handle.hex().encode())
+    handles = all_gather_bytes(group, handle.hex().encode(), 2 * cuda_ipc.HANDLE_BYTES)
     try:
         for rank, theirs in enumerate(handles):
             opened = bytes.fromhex(theirs.decode())
