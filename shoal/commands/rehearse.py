@@ -33,6 +33,7 @@ from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
+from shoal.observe.time_shares import all_shares
 from shoal.plan.profile import profiled
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.runtime.faults import read_slow
@@ -225,5 +226,5 @@ def _parts(
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])
             said.append(f"{one.strategy}: the last worker ends after {took}{carried}")
-    shares = shares_of_time(stage.spans) if shows_spans else []
+    shares = shares_of_time(all_shares(stage.spans)) if shows_spans else []
     return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]

@@ -79,13 +79,13 @@ def simulate(
 
 
 def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None:
-    from shoal.observe.time_shares import write_chrome
+    from shoal.observe.time_shares import all_shares, write_chrome
 
     spans = found.run.spans_by_rank
     written = None if trace is None else write_chrome(spans, trace)
     if as_json:
         return
-    show(None, shares_of_time(dict(list(spans.items())[:_MOST_SHOWN])), as_json)
+    show(None, shares_of_time(dict(list(all_shares(spans).items())[:_MOST_SHOWN])), as_json)
     if len(spans) > _MOST_SHOWN:
         print(f"and {len(spans) - _MOST_SHOWN} more ranks")
     if found.left_out:
