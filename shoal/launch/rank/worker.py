@@ -196,15 +196,16 @@ class Worker:
 
     def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
         """A run that estimates, profiles or traces a step is then done."""
-        if self.config.memory_estimate.folder is not None:
+        studies = (self.config.memory_estimate.folder, self.config.workload_trace.folder)
+        if studies[0] is not None:
             from shoal.observe.memory_estimate import estimate_memory
 
             estimate_memory(self.config.memory_estimate, train, make_job)
-        elif self.config.workload_trace.folder is not None:
+        if studies[1] is not None:
             from shoal.observe.workload_trace import study_workload
 
             study_workload(self.config.workload_trace, train, make_job)
-        else:
+        if studies == (None, None):
             job = make_job(Job)
             self.prepare(job)
             return self._train(train, job)
