@@ -110,10 +110,7 @@ def estimates(
     on_cpu: bool = False,
     traces: bool = False,
 ) -> list[dict[str, Any]]:
-    """What workers and servers need under each strategy, from one run of the script.
-
-    If it `traces`, the folder has what `read_trace` reads.
-    """
+    """What workers and servers need, from one run of the script; a trace of it in the folder."""
     wanted = MemoryEstimateConfig(folder, "\n".join(map(str, strategies)), workers, on_cpu)
     config = config_for(as_strategy("single"), device="cpu")
     trace = WorkloadTraceConfig(folder if traces else None)

@@ -64,8 +64,8 @@ def shares_of_time(shares: Mapping[Process, TimeShares], of: str = "training") -
         [str(rank), f"{each.seconds:.2f}", *(f"{getattr(each, name):.1%}" for name in parts)]
         for rank, each in shares.items()
     ]
-    heads = ["rank", "seconds", *parts]
-    return [plain_table(f"where the time went, in {of}", heads, rows), *waits(shares)]
+    title, heads = f"where the time went, in {of}", ["rank", "seconds", *parts]
+    return [plain_table(title, heads, rows), *waits(shares)]
 
 
 def wide_console(width: int = 120) -> Console:

@@ -93,10 +93,8 @@ def parts(found: MeasuredTimeline) -> list[output.Part]:
     room = max(1, wide - max(map(len, names)) - 2) * min(max(1, len(found.steps)), MOST_PATHS)
     tick = Fraction(gantt.round_up(end / room, _ROUND))
     rows = gantt.rows_of_cells(lanes[:MOST_ROWS], end, tick, 1, ground=" ")
-    lines: list[output.Part] = [
-        output.bold(_title(found)),
-        *gantt.folded(names, rows, tick, wide, unit),
-    ]
+    lines: list[output.Part] = [output.bold(_title(found))]
+    lines += gantt.folded(names, rows, tick, wide, unit)
     if len(lanes) > MOST_ROWS:
         lines.append(f"and {len(lanes) - MOST_ROWS} more: --svg FILE draws all")
     shares = dict(list(found.shares.items())[:MOST_ROWS])
@@ -139,8 +137,8 @@ def _lanes(found: MeasuredTimeline) -> tuple[str, float, list[gantt.Lane]]:
         bars = [_bar(span, start_ns, unit_ns) for span in row if span.kind != OTHER]
         if share := found.shares.get(process):
             lost = "bubble" if share.bubble > share.waiting else "waiting"
-            words = (f"{name} {getattr(share, name):.1%}" for name in ("computing", lost))
-            notes, ground = [*words], _OTHER_HUE
+            notes = [f"{name} {getattr(share, name):.1%}" for name in ("computing", lost)]
+            ground = _OTHER_HUE
         lanes.append(gantt.Lane(name_of(process), bars, notes, hills[process], ground))
     return unit, max(1, end_ns - start_ns) / unit_ns, lanes
 

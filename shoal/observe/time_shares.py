@@ -99,14 +99,12 @@ class Arrivals:
         return at >= 0 and wait.end_ns <= around[at].end_ns
 
 
-def all_shares(
-    spans_by_process: Trace, between: Interval | None = None
-) -> dict[Process, TimeShares]:
+def all_shares(given: Trace, between: Interval | None = None) -> dict[Process, TimeShares]:
     """Of each rank, in all of its training or that between two moments; servers have none."""
-    arrivals = Arrivals(spans_by_process)
+    arrivals = Arrivals(given)
     return {
         process: time_shares(spans, process, arrivals, between)
-        for process, spans in spans_by_process.items()
+        for process, spans in given.items()
         if isinstance(process, int)
     }
 

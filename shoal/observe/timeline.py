@@ -22,7 +22,7 @@ from shoal.runtime.trace import Process, Span, Trace
 
 OTHER = "other"  # in no span: Python, copies; a server that has nothing to do
 WORKER, TRANSFER, SERVER = "worker", "transfer", "server"
-_BESIDE = (trace.EVALUATE, trace.CHECKPOINT)
+_BESIDE = (trace.EVALUATE, trace.CHECKPOINT)  # training: they have no share of it
 _AROUND = (trace.LOAD, *_BESIDE)
 
 
@@ -117,15 +117,12 @@ def _of_row(process: Process, spans: Sequence[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class MeasuredTimeline:
-    """Some steps of a trace, by number; all of a trace without steps.
-
-    Shares and kinds are of the time that is `counted`, None: all training.
-    """
+    """Some steps of a trace, by number; all of a trace without steps."""
 
     trace: Trace
     steps: Mapping[int, StepTime]
     window: Interval
-    counted: Interval | None = None
+    counted: Interval | None = None  # by shares and kinds; None: all training
 
     @cached_property
     def rows(self) -> dict[Process, list[Span]]:
@@ -139,10 +136,7 @@ class MeasuredTimeline:
 
     @cached_property
     def kinds(self) -> list[KindTotal]:
-        """Workers, transfers, servers; of each the longest first.
-
-        Evaluation and checkpoints are beside training, and have no share of it.
-        """
+        """Workers, transfers, servers; of each the longest first."""
         ranks = [who for who in self.trace if isinstance(who, int) and self.trace[who]]
         trained = {
             str(who): time_shares.training_of(self.trace[who], self.counted) for who in ranks
@@ -175,12 +169,10 @@ class MeasuredTimeline:
                 shown[where, span.kind] += 1
                 sent[where, span.kind] += span.bytes
         order = [WORKER, TRANSFER, SERVER]
-        found = []
-        for key in sorted(taken_ns, key=lambda key: (order.index(key[0]), -taken_ns[key])):
-            whole_of = 0 if key[1] in _BESIDE else whole_ns[key[0]]
-            share = taken_ns[key] / whole_of if whole_of else None
-            found.append(KindTotal(*key, shown[key], taken_ns[key] / 1e9, sent[key], share))
-        return found
+        keys = sorted(taken_ns, key=lambda key: (order.index(key[0]), -taken_ns[key]))
+        share_of = [k for k in keys if whole_ns[k[0]] and k[1] not in _BESIDE]
+        shares = {k: taken_ns[k] / whole_ns[k[0]] for k in share_of}
+        return [KindTotal(*k, shown[k], taken_ns[k] / 1e9, sent[k], shares.get(k)) for k in keys]
 
     def critical_path(self, number: int) -> list[PathHop]:
         """Back from the end of a step; where a process waited for a peer, over to that one."""
