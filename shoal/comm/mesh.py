@@ -12,7 +12,6 @@ same rows.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +21,7 @@ from torch import Tensor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.objects import broadcast_bytes
-from shoal.strategy.strategy import Layout
-
-AXES = ("dp", "pp", "ep", "cp", "tp")  # from the outermost to the innermost
+from shoal.strategy.strategy import AXES, Layout
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class Mesh:
     @classmethod
     def of(cls, world: Group, layout: Layout) -> Mesh:
         """All ranks call it: they make the groups of every axis in the same order."""
-        groups = {axis: _group_of(world, axes(layout, axis)) for axis in AXES}
-        data = groups["dp"] if layout.ep == 1 else _group_of(world, axes(layout, "dp", "ep"))
+        groups = {axis: _group_of(world, layout.lines(axis)) for axis in AXES}
+        data = groups["dp"] if layout.ep == 1 else _group_of(world, layout.lines("dp", "ep"))
         return cls(world=world, data=data, **groups)
 
 
@@ -107,16 +104,6 @@ class ReplicaGroup:
             for index, axis in enumerate(self._axes)
             if all(inner.rank == 0 for inner in self._axes[index + 1 :])
         ]
-
-
-def axes(layout: Layout, *along: str) -> list[list[int]]:
-    """The ranks of every line of the grid along an axis, or of every plane along several."""
-    sizes = [layout.replicas if axis == "dp" else getattr(layout, axis) for axis in AXES]
-    lines: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(itertools.product(*map(range, sizes))):
-        others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in along)
-        lines.setdefault(others, []).append(rank)
-    return list(lines.values())
 
 
 def _group_of(world: Group, lines: Sequence[Sequence[int]]) -> Group:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,8 +18,9 @@ from shoal.commands import options
 from shoal.commands.launching import command_for, strategy_for
 from shoal.commands.memory import estimates
 from shoal.commands.output import Part, plain_table, show, write_text
-from shoal.commands.subject import Subject, workload_of_script
+from shoal.commands.subject import Subject
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.rank.auto import read_trace
 from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
 from shoal.plan.step.collective_time import Network, group_of
 from shoal.plan.sync_price import SyncQuestion
@@ -29,7 +29,7 @@ from shoal.runtime import svg as drawing
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches, SyncTerm
-from shoal.strategy.strategy import Layout, Strategy, as_strategy
+from shoal.strategy.strategy import AXES, Layout, Strategy, as_strategy
 
 STEPS = ("forward", "backward", "push, reduce", "update", "pull")
 Lanes = Mapping[str, Sequence[str]]
@@ -116,8 +116,8 @@ def explain(
     value = strategy_for(strategy, workers, to_run=False)
     layout = value.layout(workers)
     with scratch_folder("memory") as folder:
-        [found] = estimates(command_for(script, args), [value], workers, folder)
-    sent = _sent(value, workers, partial(workload_of_script, script, args), found["held"])
+        [found] = estimates(command_for(script, args), [value], workers, folder, traces=True)
+        sent = _sent(value, workers, folder, found["held"])
     held = list(_held(value, layout, found))
     lanes = _lanes(value, layout, len(found["servers"]))
     programs = f"{class_of(layout)}: {_CLASSES[class_of(layout)]}"
@@ -180,12 +180,12 @@ def _show_all(as_json: bool) -> None:
 def _sent(
     strategy: Strategy,
     workers: int,
-    trace: Callable[[], Subject],
+    folder: Path,
     stages: Sequence[Mapping[str, Any]],
 ) -> list[ExplainedExchange]:
     """A line on stderr says why some of it is not known."""
     try:
-        return list(exchanges(strategy, workers, trace()))
+        return list(exchanges(strategy, workers, Subject(*read_trace(folder))))
     except ShoalError as error:
         found = list(exchanges(strategy, workers, None, stages))
         if any(one.sent_bytes is None for one in found):
@@ -195,13 +195,8 @@ def _sent(
 
 
 def _places(layout: Layout, rank: int) -> dict[str, int]:
-    from shoal.comm.mesh import AXES  # torch: only where it is needed
-
-    sizes = {axis: layout.replicas if axis == "dp" else getattr(layout, axis) for axis in AXES}
-    found = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, sizes[axis])
-    return {axis: found[axis] for axis in AXES if sizes[axis] > 1}
+    places = zip(AXES, layout.places[rank], layout.places[-1], strict=True)
+    return {axis: at for axis, at, last in places if last}
 
 
 def _held(strategy: Strategy, layout: Layout, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -236,8 +231,6 @@ def exchanges(
 
     Without a traced model the former are known from the parameters that each stage holds.
     """
-    from shoal.comm.mesh import axes  # torch: only where it is needed
-
     layout = strategy.layout(workers)
     term = strategy.sync_for(layout.replicas)
     sync: float | None = None
@@ -253,13 +246,13 @@ def exchanges(
         how += f", 1 step of {term.meets_every}" if term.meets_every else ""
         if getattr(term, "stage", 0) == 3:
             how = "reduce, all_gather twice"
-        yield ExplainedExchange(what, how, axes(layout, "dp"), pulled if how == "pull" else sync)
+        yield ExplainedExchange(what, how, layout.lines("dp"), pulled if how == "pull" else sync)
     for (axis, kind), num_bytes in inside.items():
         what, how = kind.split(": ")
-        yield ExplainedExchange(what, how, axes(layout, axis), num_bytes)
+        yield ExplainedExchange(what, how, layout.lines(axis), num_bytes)
     for axis in () if inside else ("pp", "ep", "cp", "tp"):
         if getattr(layout, axis) > 1:
-            yield ExplainedExchange("activations", f"of {axis}", axes(layout, axis), None)
+            yield ExplainedExchange("activations", f"of {axis}", layout.lines(axis), None)
 
 
 def _bytes(

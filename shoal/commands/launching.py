@@ -342,16 +342,14 @@ def traced(config: RunConfig, files: Sequence[Path], timeline: bool = False) -> 
     with scratch_folder("trace") as folder:
         yield replace(config, trace_dir=folder)
         from shoal.commands.output import Part, shares_of_time, show
-        from shoal.observe.time_shares import write_chrome
+        from shoal.commands.timeline import parts
+        from shoal.observe.time_shares import all_shares, write_chrome
+        from shoal.observe.timeline import select
         from shoal.runtime.trace import read_spans
 
         spans = read_spans(folder)
-        shown: list[Part] = [*shares_of_time(spans)]
-        if timeline and any(spans.values()):
-            from shoal.commands.timeline import parts
-            from shoal.observe.timeline import select
-
-            shown += ["", *parts(select(spans))]
+        is_drawn = timeline and any(spans.values())
+        shown: list[Part] = parts(select(spans)) if is_drawn else shares_of_time(all_shares(spans))
         for file in files:
             shown.append(write_chrome(spans, file))
             if file.name == RECORDED_TRACE and (file.parent / RECORDED_REPORT).is_file():

@@ -22,10 +22,10 @@ from shoal.commands.launching import (
     strategy_for,
 )
 from shoal.commands.output import plain_table, show
-from shoal.commands.subject import workload_of_script
 from shoal.errors import BadInput, CheckFailed, ShoalError
+from shoal.launch.rank.auto import read_trace
 from shoal.plan.workloads import Split, Workload
-from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
+from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig, WorkloadTraceConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -108,11 +108,13 @@ def estimates(
     workers: int,
     folder: Path,
     on_cpu: bool = False,
+    traces: bool = False,
 ) -> list[dict[str, Any]]:
-    """What workers and servers need under each strategy, from one run of the script."""
+    """What workers and servers need, from one run of the script; a trace of it in the folder."""
     wanted = MemoryEstimateConfig(folder, "\n".join(map(str, strategies)), workers, on_cpu)
     config = config_for(as_strategy("single"), device="cpu")
-    run_quietly(command, 1, replace(config, memory_estimate=wanted))
+    trace = WorkloadTraceConfig(folder if traces else None)
+    run_quietly(command, 1, replace(config, memory_estimate=wanted, workload_trace=trace))
     file = folder / "estimate.json"
     check_trained(file)
     found: list[dict[str, Any]] = json.loads(file.read_text())
@@ -190,19 +192,18 @@ def _compare(
     texts = asked or [text.format(n=workers) for text in usual]
     strategies = [strategy_for(text, workers, to_run=False) for text in texts]
     with scratch_folder("memory") as folder:
-        found = estimates(command_for(script, args), strategies, workers, folder, on_cpu)
+        found = estimates(command_for(script, args), strategies, workers, folder, on_cpu, True)
+        try:
+            layers = list(layer_needs(*read_trace(folder)))
+        except ShoalError as error:
+            layers = []
+            if not as_json:
+                print(error, file=sys.stderr)
     needs = [
         need_of(str(one), devices, limit_bytes, need.get("refused", ""))
         for one, need in zip(strategies, found, strict=True)
         for devices in [[] if "refused" in need else list(_devices(need, one, workers))]
     ]
-    layers: list[dict[str, Any]] = []
-    try:
-        traced = workload_of_script(script, args)
-        layers = list(layer_needs(traced.workload, traced.batch))
-    except ShoalError as error:
-        if not as_json:
-            print(error, file=sys.stderr)
     document = {"script": script, "workers": workers, "limit_bytes": limit_bytes}
     title = f"memory of {script} on {counted(workers, 'worker')}"
     tables = _what_fits(title, needs, layers, limit_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import BadInput
-from shoal.observe import time_shares
+from shoal.observe.time_shares import TimeShares, shown_parts, waits
 from shoal.runtime.tables import plain_table as plain_table
-from shoal.runtime.trace import Trace
+from shoal.runtime.trace import Process
 
 
 def write_text(path: Path, text: str) -> None:
@@ -57,16 +57,15 @@ def wrapped(part: Text | str, width: int) -> Text:
     return Text("\n".join(lines), style=part.style if isinstance(part, Text) else "")
 
 
-def shares_of_time(spans: Trace) -> list[Part]:
+def shares_of_time(shares: Mapping[Process, TimeShares], of: str = "training") -> list[Part]:
     """Where the time of each rank went, and whom it waited for."""
-    shares = time_shares.all_shares(spans)
-    parts = time_shares.shown_parts(shares.values())
+    parts = shown_parts(shares.values())
     rows = [
         [str(rank), f"{each.seconds:.2f}", *(f"{getattr(each, name):.1%}" for name in parts)]
         for rank, each in shares.items()
     ]
-    title = "where the time went, in training"
-    return [plain_table(title, ["rank", "seconds", *parts], rows), *time_shares.waits(shares)]
+    title, heads = f"where the time went, in {of}", ["rank", "seconds", *parts]
+    return [plain_table(title, heads, rows), *waits(shares)]
 
 
 def wide_console(width: int = 120) -> Console:

@@ -19,6 +19,7 @@ from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import Part, bold, plain_table, show
 from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
 from shoal.errors import BadInput
+from shoal.observe.time_shares import write_chrome
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.predict import predict as predict_on
@@ -169,8 +170,6 @@ def _simulated_parts(
         f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
     )
     if trace is not None:
-        from shoal.observe.time_shares import write_chrome  # only where it is needed
-
         yield write_chrome(simulated.run.spans_by_rank, trace)
 
 

@@ -11,7 +11,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +32,7 @@ from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
+from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.profile import profiled
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.runtime.faults import read_slow
@@ -117,8 +117,8 @@ def rehearse(
     stage = _Stage(subject, hardware, workers, steps, uneven, slow_servers, seed or 0)
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
-    if trace is not None:
-        _write_trace(stage, trace)
+    if trace is not None and stage.spans:
+        say(write_chrome(stage.spans, trace))
     shown = [outcome for outcome in stage.outcomes if outcome.ran]
     document = {
         "script": script,
@@ -201,13 +201,6 @@ class _Stage:
         }
 
 
-def _write_trace(stage: _Stage, trace: Path) -> None:
-    from shoal.observe.time_shares import write_chrome
-
-    if stage.spans:
-        say(write_chrome(stage.spans, trace))
-
-
 def _parts(
     stage: _Stage, document: dict[str, Any], until: str | None, shows_spans: bool
 ) -> list[Part]:
@@ -225,5 +218,5 @@ def _parts(
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])
             said.append(f"{one.strategy}: the last worker ends after {took}{carried}")
-    shares = shares_of_time(stage.spans) if shows_spans else []
+    shares = shares_of_time(all_shares(stage.spans)) if shows_spans else []
     return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]

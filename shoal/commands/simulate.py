@@ -13,6 +13,7 @@ from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import bold, shares_of_time, show
 from shoal.commands.subject import PredictedStepOptions, SubjectOptions
+from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.predict import Predictor
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
@@ -79,13 +80,11 @@ def simulate(
 
 
 def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None:
-    from shoal.observe.time_shares import write_chrome
-
     spans = found.run.spans_by_rank
     written = None if trace is None else write_chrome(spans, trace)
     if as_json:
         return
-    show(None, shares_of_time(dict(list(spans.items())[:_MOST_SHOWN])), as_json)
+    show(None, shares_of_time(dict(list(all_shares(spans).items())[:_MOST_SHOWN])), as_json)
     if len(spans) > _MOST_SHOWN:
         print(f"and {len(spans) - _MOST_SHOWN} more ranks")
     if found.left_out:

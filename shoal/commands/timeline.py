@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import chain, groupby
@@ -14,11 +13,10 @@ import typer
 from rich.table import Table
 
 from shoal.cluster.units import show_bytes, show_seconds
-from shoal.commands import options
-from shoal.commands.output import Part, bold, plain_table, show, wide_console, wrapped, write_text
+from shoal.commands import options, output
 from shoal.errors import BadInput
 from shoal.observe.time_shares import waits
-from shoal.observe.timeline import OTHER, SERVER, TRANSFER, WORKER, MeasuredTimeline, select
+from shoal.observe.timeline import OTHER, TRANSFER, MeasuredTimeline, select
 from shoal.runtime import gantt, trace
 from shoal.runtime.trace import Process, Span, name_of, open_trace
 
@@ -66,11 +64,11 @@ def timeline(
     """
     found = select(open_trace(run), *_first_and_last(steps))
     if svg is not None:
-        write_text(svg, picture(found))
+        output.write_text(svg, picture(found))
     if svg is not None and not as_json:
         print(f"{_title(found)}: {svg}")
         return
-    show(document(found) if as_json else None, [] if as_json else parts(found), as_json)
+    output.show(document(found) if as_json else None, [] if as_json else parts(found), as_json)
 
 
 def _first_and_last(steps: str | None) -> tuple[int, int] | tuple[None, None]:
@@ -87,23 +85,29 @@ def _first_and_last(steps: str | None) -> tuple[int, int] | tuple[None, None]:
     return int(words[0]), int(words[1])
 
 
-def parts(found: MeasuredTimeline) -> list[Part]:
+def parts(found: MeasuredTimeline) -> list[output.Part]:
     """The rows, the kinds of spans, who waited for whom, critical paths: for a terminal."""
-    wide = wide_console().width
+    wide = output.wide_console().width
     unit, end, lanes = _lanes(found)
     names = [lane.name for lane in lanes[:MOST_ROWS]]
     room = max(1, wide - max(map(len, names)) - 2) * min(max(1, len(found.steps)), MOST_PATHS)
     tick = Fraction(gantt.round_up(end / room, _ROUND))
     rows = gantt.rows_of_cells(lanes[:MOST_ROWS], end, tick, 1, ground=" ")
-    lines: list[Part] = [bold(_title(found)), *gantt.folded(names, rows, tick, wide, unit)]
+    lines: list[output.Part] = [output.bold(_title(found))]
+    lines += gantt.folded(names, rows, tick, wide, unit)
     if len(lanes) > MOST_ROWS:
         lines.append(f"and {len(lanes) - MOST_ROWS} more: --svg FILE draws all")
-    lines += ["", _kinds_table(found), "", *waits(found.shares)]
+    shares = dict(list(found.shares.items())[:MOST_ROWS])
+    lines += ["", *output.shares_of_time(shares, _counted(found)), "", _kinds_table(found), ""]
     for number in list(found.steps)[:MOST_PATHS]:
         lines += _path(found, number)
     if len(found.steps) > MOST_PATHS:
         lines.append(f"and of {len(found.steps) - MOST_PATHS} more steps: --json has all")
     return lines
+
+
+def _counted(found: MeasuredTimeline) -> str:
+    return "training" if found.counted is None else _title(found).partition(":")[0]
 
 
 def _title(found: MeasuredTimeline) -> str:
@@ -132,8 +136,9 @@ def _lanes(found: MeasuredTimeline) -> tuple[str, float, list[gantt.Lane]]:
         notes, ground = [], "#fff"
         bars = [_bar(span, start_ns, unit_ns) for span in row if span.kind != OTHER]
         if share := found.shares.get(process):
-            lost = share.waiting + share.bubble
-            notes, ground = [f"computing {share.computing:.1%}", f"waiting {lost:.1%}"], _OTHER_HUE
+            lost = "bubble" if share.bubble > share.waiting else "waiting"
+            notes = [f"{name} {getattr(share, name):.1%}" for name in ("computing", lost)]
+            ground = _OTHER_HUE
         lanes.append(gantt.Lane(name_of(process), bars, notes, hills[process], ground))
     return unit, max(1, end_ns - start_ns) / unit_ns, lanes
 
@@ -148,19 +153,17 @@ def _bar(span: Span, origin_ns: int, unit_ns: float) -> gantt.GanttBar:
 
 
 def _kinds_table(found: MeasuredTimeline) -> Table:
-    length_s = (found.window[1] - found.window[0]) / 1e9
-    of = Counter(WORKER if isinstance(process, int) else SERVER for process in found.rows)
     rows = []
-    for where, kind, count, seconds, sent_bytes in found.kinds:
-        letter = "" if where == TRANSFER or kind == OTHER else KINDS.get(kind, _UNKNOWN)[0]
-        share = "" if where == TRANSFER else f"{seconds / (length_s * of[where]):.1%}"
-        told = (str(count or ""), show_seconds(seconds) if seconds else "", share)
+    for where, kind, count, seconds, sent_bytes, share in found.kinds:
+        letter = "" if where == TRANSFER or not count else KINDS.get(kind, _UNKNOWN)[0]
+        percent = "" if share is None else f"{share:.1%}"
+        told = (str(count or ""), show_seconds(seconds) if seconds else "", percent)
         rows.append([letter, kind, where, *told, show_bytes(sent_bytes) if sent_bytes else ""])
     heads = ["", "kind", "on", "spans", "in all", "of the time", "sent"]
-    return plain_table("kinds of spans", heads, rows, left=3)
+    return output.plain_table(f"kinds of spans, in {_counted(found)}", heads, rows, left=3)
 
 
-def _path(found: MeasuredTimeline, number: int) -> list[Part]:
+def _path(found: MeasuredTimeline, number: int) -> list[output.Part]:
     """Without what takes less than a hundredth of the step."""
     start_ns, end_ns, _ = found.steps[number]
     path = [(process, span) for process, spans in found.critical_path(number) for span in spans]
@@ -173,7 +176,7 @@ def _path(found: MeasuredTimeline, number: int) -> list[Part]:
             joined.append(f"{name} {show_seconds(seconds)}".replace(" ", _TIED))
         words.append(f"{name_of(process).replace(' ', _TIED)}: {', '.join(joined)}")
     said = f"critical path of step {number}, {_seconds(start_ns, end_ns)}"
-    return [said, str(wrapped("  " + " → ".join(words), 80)).replace(_TIED, " ")]
+    return [said, str(output.wrapped("  " + " → ".join(words), 80)).replace(_TIED, " ")]
 
 
 def _on_path(span: Span) -> str:

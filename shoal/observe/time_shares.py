@@ -99,12 +99,12 @@ class Arrivals:
         return at >= 0 and wait.end_ns <= around[at].end_ns
 
 
-def all_shares(spans_by_process: Trace) -> dict[Process, TimeShares]:
-    """Of each rank; servers have none."""
-    arrivals = Arrivals(spans_by_process)
+def all_shares(given: Trace, between: Interval | None = None) -> dict[Process, TimeShares]:
+    """Of each rank, in all of its training or that between two moments; servers have none."""
+    arrivals = Arrivals(given)
     return {
-        process: time_shares(spans, process, arrivals)
-        for process, spans in spans_by_process.items()
+        process: time_shares(spans, process, arrivals, between)
+        for process, spans in given.items()
         if isinstance(process, int)
     }
 
@@ -117,24 +117,19 @@ def time_shares(
 ) -> TimeShares:
     """Divide the time of a rank's training, all of it or that between two moments.
 
-    Without steps it is the time from the first to the last span. A loop of the user's own, which
-    loads batches and has no spans for its steps, computes where it neither loads nor waits.
+    In a loop of the user's own, computing is where it neither loads nor waits.
     """
     if not spans:
         return TimeShares()
     arrivals = arrivals or Arrivals({process: list(spans)})
-    whole = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
-    window = [between or whole]
-    kinds = {span.kind for span in spans}
-    is_own_loop = trace.LOAD in kinds and trace.STEP not in kinds
-    within = window if is_own_loop else _of(spans, trace.TRAINING, window) or window
+    within = training_of(spans, between)
     injected = _of(spans, (trace.INJECTED,), within)
     on_main = [s for s in spans if s.track == "main"]  # messages that it hands over itself
     held_up = [*_of(spans, (trace.WAIT,), within), *_of(on_main, trace.COMMUNICATE, within)]
     wait = without(union(held_up), injected)
     loading = without(_of(spans, (trace.LOAD,), within), union([*wait, *injected]))
     compute = _of(spans, trace.COMPUTE, within)
-    if is_own_loop:
+    if is_own_loop(spans):
         compute = without(within, loading)
     compute = without(compute, union([*wait, *injected]))
     late: dict[tuple[Process, bool], list[Interval]] = defaultdict(list)
@@ -166,6 +161,18 @@ def time_shares(
         waited_for={peer: ns / total_ns for peer, ns in waited_for.items() if ns},
         **{name: part_ns / total_ns for name, part_ns in parts.items()},
     )
+
+
+def is_own_loop(spans: Iterable[Span]) -> bool:
+    """It loads batches, and has no spans for its steps."""
+    kinds = {span.kind for span in spans}
+    return trace.LOAD in kinds and trace.STEP not in kinds
+
+
+def training_of(spans: Sequence[Span], between: Interval | None = None) -> list[Interval]:
+    """When a rank trained; without steps from its first span to its last."""
+    window = [between or (min(s.start_ns for s in spans), max(s.end_ns for s in spans))]
+    return window if is_own_loop(spans) else _of(spans, trace.TRAINING, window) or window
 
 
 def _of(spans: Sequence[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:

@@ -7,7 +7,7 @@ rank 1  F0────────── B0───── Z──────�
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +15,15 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from shoal.errors import BadInput
-from shoal.observe.time_shares import Arrivals, Interval, TimeShares, time_shares
+from shoal.observe import time_shares
+from shoal.observe.time_shares import Arrivals, Interval, TimeShares
 from shoal.runtime import trace
 from shoal.runtime.trace import Process, Span, Trace
 
 OTHER = "other"  # in no span: Python, copies; a server that has nothing to do
 WORKER, TRANSFER, SERVER = "worker", "transfer", "server"
-_AROUND = (trace.LOAD, trace.EVALUATE, trace.CHECKPOINT)
+_BESIDE = (trace.EVALUATE, trace.CHECKPOINT)  # training: they have no share of it
+_AROUND = (trace.LOAD, *_BESIDE)
 
 
 class PathHop(NamedTuple):
@@ -47,6 +49,7 @@ class KindTotal(NamedTuple):
     spans: int
     seconds: float
     sent_bytes: int
+    share: float | None = None  # of the training of all workers, or of the time of all servers
 
 
 def steps_of(spans: Iterable[Span]) -> dict[int, Interval]:
@@ -119,6 +122,7 @@ class MeasuredTimeline:
     trace: Trace
     steps: Mapping[int, StepTime]
     window: Interval
+    counted: Interval | None = None  # by shares and kinds; None: all training
 
     @cached_property
     def rows(self) -> dict[Process, list[Span]]:
@@ -127,25 +131,35 @@ class MeasuredTimeline:
 
     @cached_property
     def shares(self) -> dict[Process, TimeShares]:
-        """Of each rank, in the time that is shown."""
-        return {
-            process: time_shares(spans, process, self._arrivals, self.window)
-            for process, spans in self.trace.items()
-            if isinstance(process, int)
-        }
+        """Of each rank."""
+        return time_shares.all_shares(self.trace, self.counted)
 
     @cached_property
     def kinds(self) -> list[KindTotal]:
         """Workers, transfers, servers; of each the longest first."""
+        ranks = [who for who in self.trace if isinstance(who, int) and self.trace[who]]
+        trained = {
+            str(who): time_shares.training_of(self.trace[who], self.counted) for who in ranks
+        }
+        edges = list(chain.from_iterable(chain(*trained.values()))) or self.window
+        whole = min(edges), max(edges)
         shown = Counter[tuple[str, str]]()
-        taken_ns, sent = shown.copy(), shown.copy()
+        taken_ns, sent, whole_ns = shown.copy(), shown.copy(), Counter[str]()
         for process, spans in self.trace.items():
             where = WORKER if isinstance(process, int) else SERVER
-            within = [s for s in spans if self.window[0] <= s.start_ns < self.window[1]]
+            within = [s for s in spans if whole[0] <= s.start_ns < whole[1]]
             beside = [s for s in within if s.track not in ("main", "steps")]
             beside = [s for s in beside if s.bytes or s.track != trace.ISSUED]
-            for span in self.rows[process]:
-                taken_ns[where, span.kind] += span.end_ns - span.start_ns
+            counted = trained.get(str(process), [whole])
+            whole_ns[where] += time_shares.length(counted)
+            rest = "computing" if where == WORKER and time_shares.is_own_loop(spans) else OTHER
+            intervals = defaultdict[str, list[Interval]](list)
+            for span in row_of(_of_row(process, spans), whole):
+                kind = rest if span.kind == OTHER else span.kind
+                intervals[kind].append((span.start_ns, span.end_ns))
+            for kind, each in intervals.items():
+                held = each if kind in _BESIDE else time_shares.intersection(each, counted)
+                taken_ns[where, kind] += time_shares.length(held)
             for span in within if where == SERVER else beside:
                 key = (SERVER if where == SERVER else TRANSFER, span.kind)
                 sent[key] += span.bytes
@@ -156,7 +170,9 @@ class MeasuredTimeline:
                 sent[where, span.kind] += span.bytes
         order = [WORKER, TRANSFER, SERVER]
         keys = sorted(taken_ns, key=lambda key: (order.index(key[0]), -taken_ns[key]))
-        return [KindTotal(*key, shown[key], taken_ns[key] / 1e9, sent[key]) for key in keys]
+        share_of = [k for k in keys if whole_ns[k[0]] and k[1] not in _BESIDE]
+        shares = {k: taken_ns[k] / whole_ns[k[0]] for k in share_of}
+        return [KindTotal(*k, shown[k], taken_ns[k] / 1e9, sent[k], shares.get(k)) for k in keys]
 
     def critical_path(self, number: int) -> list[PathHop]:
         """Back from the end of a step; where a process waited for a peer, over to that one."""
@@ -241,4 +257,4 @@ def select(spans: Trace, first: int | None = None, last: int | None = None) -> M
     if not edges:
         raise BadInput("the trace has no spans")
     window = (min(edge.start_ns for edge in edges), max(edge.end_ns for edge in edges))
-    return MeasuredTimeline(spans, steps, window)
+    return MeasuredTimeline(spans, steps, window, None if first is None else window)

@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import MutableSequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +68,8 @@ class _Placeholder(_Module, MetaPathFinder, Loader):
         """Of a module in it, which it may load itself: then not once more."""
         if not name.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self:
             return None
+        if name == f"{_NAME}.config":  # all that fake tensors need
+            return PathFinder.find_spec(name, [f"{sys.modules['torch'].__path__[0]}/_dynamo"])
         self._load()
         found = importlib.import_module(name)
         spec = ModuleSpec(name, self, is_package=hasattr(found, "__path__"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ _ROLES = ("sync", "tp", "pp", "ep", "cp")
 _SINGLE = Single()
 
 
+AXES = ("dp", "pp", "ep", "cp", "tp")  # from the outermost to the innermost
+
+
 class Layout(NamedTuple):
     """How many replicas there are, and over how many workers each one is split."""
 
@@ -44,6 +48,20 @@ class Layout(NamedTuple):
     @property
     def workers(self) -> int:
         return self.replicas * self.tp * self.pp * self.ep * self.cp
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Of each rank, on all axes."""
+        sizes = (self.replicas if axis == "dp" else getattr(self, axis) for axis in AXES)
+        return list(itertools.product(*map(range, sizes)))
+
+    def lines(self, *along: str) -> list[list[int]]:
+        """The ranks of every line of the grid along an axis, or of every plane along several."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(self.places):
+            others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in along)
+            lines.setdefault(others, []).append(rank)
+        return list(lines.values())
 
 
 @dataclass(frozen=True)

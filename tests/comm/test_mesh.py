@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from shoal.comm.group import Group
-from shoal.comm.mesh import Mesh, ReplicaGroup, axes
+from shoal.comm.mesh import Mesh, ReplicaGroup
 from shoal.strategy.strategy import Layout
 from tests.conftest import World
 
 
 def test_tp_is_innermost_and_replicas_are_outermost() -> None:
     layout = Layout(replicas=2, tp=2, pp=2)
-    dp, pp, tp = (axes(layout, axis) for axis in ("dp", "pp", "tp"))
+    dp, pp, tp = (layout.lines(axis) for axis in ("dp", "pp", "tp"))
     assert tp == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert pp == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert dp == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -22,9 +22,9 @@ def test_tp_is_innermost_and_replicas_are_outermost() -> None:
 
 def test_experts_and_sequences_lie_between_stages_and_tensors() -> None:
     layout = Layout(replicas=2, tp=2, pp=1, ep=2, cp=2)
-    assert axes(layout, "cp")[:3] == [[0, 2], [1, 3], [4, 6]]
-    assert axes(layout, "ep")[:3] == [[0, 4], [1, 5], [2, 6]]
-    assert axes(layout, "dp", "ep") == [[n, n + 4, n + 8, n + 12] for n in range(4)]
+    assert layout.lines("cp")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert layout.lines("ep")[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert layout.lines("dp", "ep") == [[n, n + 4, n + 8, n + 12] for n in range(4)]
 
 
 def test_every_rank_is_on_one_line_of_each_axis(world: World) -> None:

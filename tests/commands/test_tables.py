@@ -15,6 +15,7 @@ from shoal.commands.compare import WAYS_TO_WAIT, result_table, speed_table
 from shoal.commands.memory import COLUMNS, FURTHER
 from shoal.commands.memory import _tables as memory_tables
 from shoal.observe.comparison import RunOutcome
+from shoal.observe.time_shares import all_shares
 from shoal.runtime.trace import Span
 from shoal.schedules.collectives.catalog import kinds
 from shoal.strategy.strategy import as_strategy
@@ -94,7 +95,7 @@ def test_memory_with_all_columns() -> None:
 
 def test_where_the_time_went() -> None:
     spans = [Span("forward", 0, 10**12, "main"), Span("wait", 10**12, 2 * 10**12, "main")]
-    table, *_ = output.shares_of_time({100: spans})
+    table, *_ = output.shares_of_time(all_shares({100: spans}))
     assert isinstance(table, Table)
     assert_on_one_line(lines_of(table), "100", "2000.00", "50.0%", "50.0%")
 

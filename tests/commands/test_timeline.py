@@ -35,17 +35,22 @@ def test_rows_kinds_waits_and_the_critical_path_are_printed(trace: Path) -> None
         "rank 1  F0────────────────────── B0────────────────────── "
         "Z────────────────────────────────────── ········  U───",
         "",
-        "kinds of spans",
+        "where the time went, in training",
+        "rank seconds computing exposed waiting injected other",
+        "   0    0.11     45.5%    9.1%   45.5%     0.0%  0.0%",
+        "   1    0.10     52.4%    7.6%    0.0%    38.1%  1.9%",
+        "rank 0 waited for rank 1 45.5%",
+        "",
+        "kinds of spans, in training",
         "  kind     on       spans in all of the time  sent",
-        "· wait     worker       2  68 ms       30.9%",
-        "F forward  worker       2  45 ms       20.5%",
-        "B backward worker       2  45 ms       20.5%",
-        "Z injected worker       1  40 ms       18.2%",
-        "U update   worker       2  15 ms        6.8%",
-        "  other    worker           7 ms        3.2%",
+        "· wait     worker       2  68 ms       31.6%",
+        "F forward  worker       2  45 ms       20.9%",
+        "B backward worker       2  45 ms       20.9%",
+        "Z injected worker       1  40 ms       18.6%",
+        "U update   worker       2  15 ms        7.0%",
+        "  other    worker           2 ms        0.9%",
         "  reduce   transfer     2  66 ms             128 B",
         "",
-        "rank 0 waited for rank 1 45.5%",
         "critical path of step 1, 110 ms",
         "  rank 1: F0 25 ms, B0 25 ms, injected 40 ms → rank 0: exposed 10 ms,",
         "    update 10 ms",
@@ -65,7 +70,7 @@ def test_the_document_has_the_same(trace: Path) -> None:
     assert [hop["process"] for hop in found["steps"]["1"]["critical_path"]] == ["rank 1", "rank 0"]
     assert found["shares"]["rank 0"]["waited_for"] == {"1": pytest.approx(5 / 11)}
     assert [s["kind"] for s in found["rows"]["rank 1"]][:3] == ["forward", "backward", "injected"]
-    sent = {"spans": 2, "seconds": pytest.approx(0.066), "sent_bytes": 128}
+    sent = {"spans": 2, "seconds": pytest.approx(0.066), "sent_bytes": 128, "share": None}
     assert found["kinds"][-1] == {"kind": "reduce", "where": "transfer", **sent}
 
 

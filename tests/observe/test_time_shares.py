@@ -72,7 +72,9 @@ def test_shares_are_of_training_steps_only() -> None:
 
 
 def test_the_table_has_a_line_for_every_rank() -> None:
-    table, *lines = shares_of_time({0: [span("forward", 0, 50), span("wait", 50, 100)], 1: []})
+    table, *lines = shares_of_time(
+        all_shares({0: [span("forward", 0, 50), span("wait", 50, 100)], 1: []})
+    )
     assert isinstance(table, Table)
     cells = [list(column.cells) for column in table.columns]
     assert [column.header for column in table.columns] == [

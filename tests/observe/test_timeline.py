@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import BadInput
+from shoal.observe.time_shares import all_shares
 from shoal.observe.timeline import KindTotal, MeasuredTimeline, row_of, select, steps_of
 from shoal.runtime.trace import Process, Span, Trace
 
@@ -161,12 +162,48 @@ def test_the_critical_path_goes_over_to_whom_was_waited_for(
 
 def test_kinds_count_innermost_spans_once_and_bytes_where_they_begin() -> None:
     totals = {(each.where, each.kind): each for each in select(STRAGGLER).kinds}
-    assert totals["worker", "wait"] == KindTotal("worker", "wait", 2, 0.068, 0)
+    assert totals["worker", "wait"] == KindTotal("worker", "wait", 2, 0.068, 0, 68 / 215)
     assert totals["worker", "injected"].seconds == pytest.approx(0.040)
     assert totals["transfer", "reduce"] == KindTotal("transfer", "reduce", 2, 0.066, 128)
-    assert totals["worker", "other"].seconds == pytest.approx(0.007)  # rank 1: 98-100, 105-110
+    assert totals["worker", "other"].seconds == pytest.approx(0.002)  # rank 1: 98-100
     served = {each.kind: each for each in select(SERVER).kinds if each.where == "server"}
-    assert served["pull"] == KindTotal("server", "pull", 1, 0.005, 40)  # from the update on
+    assert served["pull"] == KindTotal("server", "pull", 1, 0.005, 40, 5 / 60)  # from the update on
+
+
+@pytest.mark.parametrize("steps", [(), (6, 7)], ids=["training", "steps"])
+def test_kinds_divide_the_same_time_as_the_shares_of_ranks(steps: tuple[int, ...]) -> None:
+    def spans(late: int) -> list[Span]:
+        start = main("forward", 0, 90 + late)  # before the first step
+        ends = range(100, 1300, 100)
+        work = [
+            span
+            for end in ends
+            for span in (
+                main("forward", end, end + 20 + late),
+                main("wait", end + 20 + late, end + 60, f"#{end}"),
+                reduce(end + 20 + late, end + 60, f"#{end}"),
+                main("update", end + 60, end + 70),
+            )
+        ]
+        test = Span("evaluate", 580 * MS, 599 * MS, "steps")
+        return [start, test, *work, *(step(n, at, at + 75) for n, at in enumerate(ends, 1))]
+
+    found = select({0: spans(0), 1: spans(15)}, *steps)
+    assert steps or found.shares == all_shares(found.trace)  # what `shoal run --trace` prints
+    ranks = found.shares.values()
+    trained_s = sum(each.seconds for each in ranks)
+    kinds = {each.kind: each for each in found.kinds if each.where == "worker"}
+    for names, parts in (
+        (["forward", "update"], ["computing"]),
+        (["wait"], ["exposed", "waiting"]),
+        (["other"], ["other"]),
+    ):
+        lost_s = sum(getattr(each, part) * each.seconds for each in ranks for part in parts)
+        assert sum(kinds[name].share or 0 for name in names) == pytest.approx(lost_s / trained_s)
+        assert sum(kinds[name].seconds for name in names) == pytest.approx(lost_s)
+    if not steps:
+        assert kinds["evaluate"].share is None
+        assert kinds["evaluate"].seconds == pytest.approx(0.038)
 
 
 def test_of_waits_in_waits_the_outermost_is_drawn() -> None:

@@ -37,7 +37,7 @@ step()
 """
 
 USES = [
-    "import torch._dynamo.config as c; import torch._dynamo; assert torch._dynamo.config is c",
+    "import torch._dynamo.config as c; torch._dynamo.reset(); assert torch._dynamo.config is c",
     "from torch._dynamo.utils import counters; assert torch._dynamo.utils.counters is counters",
     "from torch._dynamo import utils; assert sys.modules['torch._dynamo.utils'] is utils",
     "torch._dynamo.config.verbose",
@@ -45,6 +45,18 @@ USES = [
     "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)) == 2",
     "import torch._inductor.config, torch._dynamo.backends.common; torch._dynamo.reset()",
 ]
+
+
+def test_fake_tensors_load_its_configuration_alone() -> None:
+    use = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    assert torch.ones(3).add(1).shape == (3,)
+found = [name for name in sys.modules if name.startswith("torch._dynamo.")]
+assert found == ["torch._dynamo.config"], found
+"""
+    done = subprocess.run([sys.executable, "-c", HEAD + use], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from shoal.calibration.measure import calibrated_cluster
 from shoal.cluster import Cluster
@@ -67,10 +68,14 @@ def traced(config: RunConfig, run: ScriptRun) -> tuple[TracedWorkload, int]:
     with scratch_folder("auto") as folder:
         trace = WorkloadTraceConfig(folder)
         run(1, replace(config, strategy="single", device="cpu", workload_trace=trace))
-        file = folder / "workload.json"
-        if not file.is_file():
-            raise BadInput("the script has ended without a training step of job.step")
-        document = read(file) or {"error": "its trace cannot be read"}
+        return read_trace(folder)
+
+
+def read_trace(folder: Path) -> tuple[TracedWorkload, int]:
+    file = folder / "workload.json"
+    if not file.is_file():
+        raise BadInput("the script has ended without a training step of job.step")
+    document = read(file) or {"error": "its trace cannot be read"}
     if "error" in document:
         raise BadInput(f"the model could not be traced: {document['error']}")
     return TracedWorkload.from_json(document["workload"].encode()), int(document["batch"])

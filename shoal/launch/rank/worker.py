@@ -196,15 +196,15 @@ class Worker:
 
     def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
         """A run that estimates, profiles or traces a step is then done."""
-        if self.config.memory_estimate.folder is not None:
+        if (estimate := self.config.memory_estimate).folder is not None:
             from shoal.observe.memory_estimate import estimate_memory
 
-            estimate_memory(self.config.memory_estimate, train, make_job)
-        elif self.config.workload_trace.folder is not None:
+            estimate_memory(estimate, train, make_job)
+        if (trace := self.config.workload_trace).folder is not None:
             from shoal.observe.workload_trace import study_workload
 
-            study_workload(self.config.workload_trace, train, make_job)
-        else:
+            study_workload(trace, train, make_job)
+        if estimate.folder is None and trace.folder is None:
             job = make_job(Job)
             self.prepare(job)
             return self._train(train, job)
