@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -46,6 +47,7 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.runtime.heap import keep_freed_memory
+from shoal.runtime.memory_limit import threads_of
 from shoal.server.process.server import Server
 from shoal.sync import Replica, Sync, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
@@ -162,7 +164,9 @@ def _add_sockets(
     if job.rank == 0:
         words = ["--serve-sockets", "--bytes", str(numel * 4), "--rows", str(len(ids))]
         server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.ps", *words], stdout=subprocess.PIPE
+            [sys.executable, "-m", "benchmarks.ps", *words],
+            env={**os.environ, **threads_of(1)},
+            stdout=subprocess.PIPE,
         )
         stack.callback(server.wait)
         stack.callback(server.terminate)
@@ -184,11 +188,12 @@ def _add_sockets(
 
 def _serve_sockets(num_bytes: int, rows: int) -> None:
     """Shoal's server over TCP and a plain one, in a process that rank 0 ends."""
-    torch.set_num_threads(1)
     keep_freed_memory()
-    secret = RunConfig.from_environment().read_secret()
+    config = RunConfig.from_environment()
+    secret = config.read_secret()
     assert secret is not None
     server = Server("tcp:127.0.0.1:0", secret)
+    server.host.most_threads = config.num_threads  # as in `server/main.py`
     with server, socket.create_server(("127.0.0.1", 0)) as raw:
         print(server.address, raw.getsockname()[1], flush=True)
         serve_sockets(raw, num_bytes, (8 * rows, 4 * DIM * rows))

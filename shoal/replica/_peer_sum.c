@@ -1,4 +1,5 @@
-/* The sum of ranges of numbers in the memory of several processes of one host.
+/* Sums of numbers in the memory of several processes of one host: of ranges that stay private, and
+   weighted ones of shared memory.
 
    Gradients stay where backward has put them; who owns a slice reads it from each process
    (process_vm_readv), block by block into its cache, and adds it up in the order of ranks. */
@@ -106,6 +107,100 @@ static PyObject *py_add(PyObject *self, PyObject *args) {
     return Py_BuildValue("iK", 0, 0ull);
 }
 
+/* ---------------------------------------------------------------- weighted sums */
+
+typedef struct {
+    const u8 *in[MAX_INPUTS];
+    double weights[MAX_INPUTS];
+    u64 count;
+    int dtype;
+    u8 *out;
+} Terms;
+
+typedef struct {
+    const Terms *terms;
+    u64 first, last;
+} Share;
+
+#if defined(__x86_64__)
+#define FUSED __attribute__((target("avx2,fma")))
+#define HAS_FUSED (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+#elif defined(__aarch64__)
+#define FUSED
+#define HAS_FUSED 1
+#else
+#define FUSED
+#define HAS_FUSED 0
+#endif
+
+/* in[0] * weights[0], then the others are added, each by one rounding as torch's add(alpha=…) does */
+#define MIX(T, FMA)                                                                      \
+    FUSED static void mix_##T(const Terms *terms, u64 i, u64 last) {                     \
+        enum { STEP = 128 / sizeof(T) };                                                 \
+        const T *const *in = (const T *const *)terms->in;                                \
+        T *out = (T *)terms->out;                                                        \
+        for (; i + STEP <= last; i += STEP) {                                            \
+            T s[STEP], by = (T)terms->weights[0];                                        \
+            for (int k = 0; k < STEP; k++) s[k] = in[0][i + k] * by;                     \
+            for (u64 j = 1; j < terms->count; j++) {                                     \
+                by = (T)terms->weights[j];                                               \
+                for (int k = 0; k < STEP; k++) s[k] = FMA(in[j][i + k], by, s[k]);       \
+            }                                                                            \
+            memcpy(out + i, s, sizeof s);                                                \
+        }                                                                                \
+        for (; i < last; i++) {                                                          \
+            T s = in[0][i] * (T)terms->weights[0];                                       \
+            for (u64 j = 1; j < terms->count; j++) s = FMA(in[j][i], (T)terms->weights[j], s); \
+            out[i] = s;                                                                  \
+        }                                                                                \
+    }
+MIX(float, __builtin_fmaf)
+MIX(double, __builtin_fma)
+
+static void *mix_share(void *argument) {
+    const Share *share = argument;
+    if (share->terms->dtype == F32) mix_float(share->terms, share->first, share->last);
+    else mix_double(share->terms, share->first, share->last);
+    return NULL;
+}
+
+static void mix_all(const Terms *terms, u64 n, u64 threads) {
+    Share shares[MOST_THREADS];
+    pthread_t started[MOST_THREADS];
+    int runs_apart[MOST_THREADS] = {0};
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    u64 each = (n / threads + 31) & ~31ull;
+    for (u64 t = 0; t < threads; t++) {
+        u64 first = t * each < n ? t * each : n, last = first + each;
+        shares[t] = (Share){terms, first, t == threads - 1 || last > n ? n : last};
+        runs_apart[t] = t && !pthread_create(&started[t], NULL, mix_share, &shares[t]);
+    }
+    for (u64 t = 0; t < threads; t++)
+        if (!runs_apart[t]) mix_share(&shares[t]);
+    for (u64 t = 0; t < threads; t++)
+        if (runs_apart[t]) pthread_join(started[t], NULL);
+}
+
+/* mix(out, dtype, [(address, weight), …], elements, threads) -> False where one rounding is not to be had */
+static PyObject *py_mix(PyObject *self, PyObject *args) {
+    unsigned long long out, elements, threads;
+    PyObject *list;
+    Terms terms;
+    if (!PyArg_ParseTuple(args, "KiO!KK", &out, &terms.dtype, &PyList_Type, &list, &elements, &threads)) return NULL;
+    terms.out = (u8 *)(uintptr_t)out;
+    terms.count = (u64)PyList_GET_SIZE(list);
+    if (!HAS_FUSED || !terms.count || terms.count > MAX_INPUTS || !threads) Py_RETURN_FALSE;
+    for (u64 j = 0; j < terms.count; j++) {
+        unsigned long long address;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, (Py_ssize_t)j), "Kd", &address, &terms.weights[j])) return NULL;
+        terms.in[j] = (const u8 *)(uintptr_t)address;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    mix_all(&terms, elements, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_TRUE;
+}
+
 /* let_read(pid): where Yama restricts it, descendants of this process may read this one's memory */
 static PyObject *py_let_read(PyObject *self, PyObject *argument) {
     unsigned long pid = PyLong_AsUnsignedLong(argument);
@@ -115,7 +210,8 @@ static PyObject *py_let_read(PyObject *self, PyObject *argument) {
 }
 
 static PyMethodDef methods[] = {
-    {"add", py_add, METH_VARARGS, NULL}, {"let_read", py_let_read, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+    {"add", py_add, METH_VARARGS, NULL}, {"mix", py_mix, METH_VARARGS, NULL},
+    {"let_read", py_let_read, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_peer_sum", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__peer_sum(void) { return PyModule_Create(&module); }

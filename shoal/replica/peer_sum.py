@@ -59,6 +59,15 @@ class PeerSum:
         return error, lost - 1
 
 
+def mix(out: Tensor, terms: Sequence[tuple[Tensor, float]]) -> bool:
+    """`out` becomes the weighted sum in one pass, to the bit as by torch; False: it cannot here."""
+    if _native is None or out.dtype not in _CODES:
+        return False
+    pairs = [(tensor.data_ptr(), weight) for tensor, weight in terms]
+    threads = min(torch.get_num_threads(), 1 + out.numel() // _ELEMENTS_OF_A_THREAD)
+    return _native.mix(out.data_ptr(), _CODES[out.dtype], pairs, out.numel(), threads)
+
+
 def readable_peers(exchange: Exchange) -> Tensor | None:
     """The processes of all ranks; None on all of them if one cannot read the memory of another.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.comm.objects import all_gather_bytes
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.peer_sum import mix
 from shoal.schedules.mixing import Mixing
 from shoal.sync import Replica
 from shoal.sync.shared_host import pays, whole_pages
@@ -32,6 +33,7 @@ class WeightSlots:
     def __init__(self, flat: FlatParams, rank: int, slots: dict[int, list[Tensor]]):
         """`slots` of this rank and of those that it hears."""
         self._flat = flat
+        self._slots = slots
         self._blocks = {
             peer: [torch.split(slot, _BLOCK) for slot in of_peer] for peer, of_peer in slots.items()
         }
@@ -77,13 +79,18 @@ class WeightSlots:
     def mix(self, shares: dict[int, float], turn: int) -> None:
         """All who are heard have updated. Terms go in the order of ranks, as those of messages."""
         now, other = turn % 2, 1 - turn % 2
+        whole = [(self._slots[peer][now], share) for peer, share in shares.items()]
+        if not mix(self._slots[self._rank][other], whole):
+            self._mix_blocks(shares, now, other)
+        self._use(other)
+
+    def _mix_blocks(self, shares: dict[int, float], now: int, other: int) -> None:
         (first, share), *rest = shares.items()
         terms = [(self._blocks[peer][now], weight) for peer, weight in rest]
         for number, total in enumerate(self._blocks[self._rank][other]):
             torch.mul(self._blocks[first][now][number], share, out=total)
             for blocks, weight in terms:
                 total.add_(blocks[number], alpha=weight)
-        self._use(other)
 
     def of_neighbours(self) -> list[Tensor]:
         others = (pair for peer, pair in self._blocks.items() if peer != self._rank)

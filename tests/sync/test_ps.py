@@ -18,6 +18,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.server.client import started
+from shoal.server.client.client import Client
 from shoal.strategy.strategy import parse
 from shoal.sync.ps import plan
 from shoal.sync.ps.worker import PsWorker
@@ -52,6 +53,24 @@ def test_servers_equal_one_device(
     options = {"optimizer": optimizer, "clip_norm": 0.1, "accumulate": 2, "lr": falling}
     with launched(monkeypatch, count, tcp):
         assert_equal_to_single(world, size, strategy, mlp, samples(50), 12, **options)
+
+
+def test_gradients_are_sent_over_tcp_from_where_backward_has_put_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bool] = []
+    plain = Client.push
+
+    def push(client: Client, elements: slice, held: Tensor | None = None) -> None:
+        is_buffer = held is None or held.untyped_storage().nbytes() == client.out.nbytes
+        sent.append(not is_buffer)
+        plain(client, elements, held)
+
+    monkeypatch.setattr(Client, "push", push)
+    monkeypatch.setattr("shoal.sync.ps.push.LARGE_BYTES", 64)
+    with launched(monkeypatch, 2, tcp=True):
+        assert_equal_to_single(world, 2, "ps(servers=2)", mlp, samples(50), 12, optimizer=SGD)
+    assert any(sent)
 
 
 def falling(step: int) -> float:

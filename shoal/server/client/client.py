@@ -220,8 +220,11 @@ class Client:
 
     # ------------------------------------------------------------------ pushing
 
-    def push(self, elements: slice) -> None:
-        """These elements of `out` are final: send them to the servers that hold them."""
+    def push(self, elements: slice, held: Tensor | None = None) -> None:
+        """These elements of `out` are final, or are `held` elsewhere: send them to their servers.
+
+        What is held elsewhere is not changed before the push is acknowledged.
+        """
         if self.on_device is not None:
             self.on_device.push(elements)
         for link, spec in zip(self.links, self.specs, strict=True):
@@ -237,11 +240,12 @@ class Client:
                     told = (f"push {server}", "shared memory", None, num_bytes, server)
                     self.tracer.add("push", now_ns, now_ns, *told)
             else:
-                for index, gradients in enumerate(self.out):
+                final = self.out[:, elements] if held is None else held.reshape(1, -1)
+                for index, gradients in enumerate(final[:, start - elements.start :]):
                     offset = index * (spec.stop - spec.start) + start - spec.start
                     request = Request(
                         FrameKind.BUCKET,
-                        payload=(bytes_of(gradients[start:stop]),),
+                        payload=(bytes_of(gradients[: stop - start]),),
                         sequence=self.sequence + 1,
                         argument=offset * self.dtype.itemsize,  # in the server's memory
                         is_answered=False,

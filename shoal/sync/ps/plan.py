@@ -250,7 +250,7 @@ def _push_of(
     if served.microbatches is not None:
         return ExactPush(flat, client, served.microbatches)
     if flat.device == client.out.device:
-        return InPlacePush(flat, client)
+        return InPlacePush(flat, client, may_stay=served.optimizer is not None)
     return StagedPush(flat, client)
 
 

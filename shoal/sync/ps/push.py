@@ -1,6 +1,7 @@
 """How the gradients of one step go to the servers.
 
-InPlacePush     gradients are collected in the client's push buffer: a bucket that is full is sent
+InPlacePush     gradients are collected in the client's push buffer: a bucket that is full is sent;
+                over connections large ones stay where backward has put them
 StagedPush      gradients on a device: a bucket is copied to the push buffer first
 ExactPush       exact=True: sums of micro-batches in a fixed order, sent at the end of the step
 CompressedPush  the slice of a server is compressed when the last of its gradients is final, so
@@ -28,7 +29,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
 from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import WAIT
-from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
+from shoal.schedules.buffer_layout import LARGE_BYTES, PUSH_BUCKET_BYTES
 from shoal.server.client.client import Client, PullResult
 from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
@@ -78,12 +79,27 @@ class GradientPush:
 
 
 class InPlacePush(GradientPush):
-    """Copies nothing: in shared memory the servers read where backward has written."""
+    """In shared memory the servers read the buffer that gradients are collected in.
 
-    def __init__(self, flat: FlatParams, client: Client):
+    Over connections large gradients are sent from where backward has put them.
+    """
+
+    def __init__(self, flat: FlatParams, client: Client, may_stay: bool):
+        """`may_stay`: the buffer gets no sums of gradients."""
         super().__init__(flat, client)
-        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES), memory=client.out[0])
-        self.reduce = client.push
+        is_shared = client.on_device is not None or any(x.shares_memory for x in client.links)
+        large_bytes = LARGE_BYTES if may_stay and not is_shared else None
+        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES), large_bytes, client.out[0])
+        runs, tensors = iter(flat.grads.runs()), flat.grads.tensors
+        self._runs = {
+            at: [run for _, run in zip(tensors[at], runs, strict=False)] for at in tensors
+        }
+        self.reduce = client.push if large_bytes is None else self._push
+
+    def _push(self, bucket: slice) -> None:
+        tensors = self.flat.grads.tensors[bucket.start]
+        for run, gradients in zip(self._runs[bucket.start], tensors, strict=False):
+            self.client.push(run, gradients)
 
 
 class StagedPush(GradientPush):
