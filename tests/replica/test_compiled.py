@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,8 +56,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     graph_breaks().news()
     if "tqdm" in sys.modules:  # it is installed beside torch, which shows its progress then
         monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
-        yield
+    yield
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
 
 
