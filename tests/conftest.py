@@ -42,6 +42,8 @@ settings.load_profile("shoal")
 
 # what a fork of the zygote starts is a fork of it already; SHOAL_START_METHOD=fork tests templates
 os.environ.setdefault("SHOAL_START_METHOD", "spawn")
+# torch's compiler reads it when it is loaded; what is set in its config holds for one thread only
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pools of its own, which are left behind
 os.environ.pop("COLUMNS", None)  # of a test process: tables are those of no terminal
 
 

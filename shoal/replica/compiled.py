@@ -37,16 +37,21 @@ class Compiler:
     uses_graphs: bool = False  # of CUDA, which want parameters at addresses that stay
 
     @classmethod
-    def of(cls, choice: bool | str, exact: bool = False) -> Compiler | None:
+    def of(cls, choice: bool | str, exact: bool, device: torch.device) -> Compiler | None:
         """By `job.step(compile=…)`; `BadInput` for a name that torch does not know."""
         if choice is False:
             return None
         # bits follow from the shape, not from the shapes that came before; so do graphs of CUDA
         dynamic = False if exact or choice == "reduce-overhead" else None
         if choice is True or choice in MODES:
-            mode = None if choice is True else choice
+            from torch._inductor import list_mode_options
+
+            mode = "default" if choice is True else str(choice)
+            options = list_mode_options(mode, dynamic)
+            if device.type == "cpu":  # its random numbers take 3 times as long as torch's
+                options["fallback_random"] = True
             uses_graphs = mode in ("reduce-overhead", "max-autotune")
-            return cls(partial(torch.compile, mode=mode, dynamic=dynamic), uses_graphs)
+            return cls(partial(torch.compile, options=options, dynamic=dynamic), uses_graphs)
         known = torch._dynamo.list_backends(())
         if choice not in known:
             raise BadInput(
@@ -62,7 +67,13 @@ class Compiler:
         compiled = self.compile(forward if isinstance(forward, nn.Module) else _apart(forward))
         if not self.uses_graphs:
             return compiled
-        return lambda *args, **kwargs: tree_map(_kept, compiled(*args, **kwargs))
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            # also where no backward came in between
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            return tree_map(_kept, compiled(*args, **kwargs))
+
+        return replay
 
     @contextmanager
     def errors(self, model: nn.Module) -> Iterator[None]:

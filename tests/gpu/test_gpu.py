@@ -126,6 +126,28 @@ def test_a_worker_on_a_gpu_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert final_loss(tmp_path, "-n", "3", *words, "--restart", "1") < 5.0
 
 
+GRAPHS = script("""
+def train(job):
+    def losses(compile):
+        step = job.step(model(), loss, optimizer=sgd, compile=compile)
+        kept = [step(data[n : n + 20]) for n in range(0, 100, 20)]
+        return [float(value) for value in kept], job.evaluate(loss, data, batch_size=20)
+    plain, evaluated = losses(False)
+    found, of_graphs = losses("reduce-overhead")
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-4)
+    assert abs(evaluated - of_graphs) < 1e-3, (evaluated, of_graphs)
+    job.print("equal")
+""")
+
+
+@pytest.mark.parametrize(("workers", "strategy"), [("1", "single"), ("2", "ddp")])
+def test_cuda_graphs_equal_the_plain_model(tmp_path: Path, workers: str, strategy: str) -> None:
+    """Losses are kept until the last step: no replay writes into them."""
+    (tmp_path / "train.py").write_text(GRAPHS)
+    done = shoal("run", "train.py", "-n", workers, "-s", strategy, "--device", "cuda", cwd=tmp_path)
+    assert "equal" in done.stdout and done.returncode == 0, done.stderr
+
+
 NAN_AT_4 = script("""
 from pathlib import Path
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
@@ -26,6 +26,8 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, samples
+from tests.scripts import script, shoal
+from tests.seeds import seeded
 from tests.splitting import (
     ADAMW,
     GPT_OPTIONS,
@@ -36,6 +38,7 @@ from tests.splitting import (
     gpt,
     job_of,
     mlp,
+    on_workers,
     refused,
     run,
     texts,
@@ -47,7 +50,8 @@ from tests.splitting import (
 QUICK = ["single", "ddp", "zero(3)", "pp(2)", "tp(2)"]
 FURTHER = [
     *("zero(1)", "zero(2)", 'ps(placement="rank0")', 'gossip(graph="complete")'),
-    *("localsgd(every=1)", "ddp + pp(2)", "zero(3) + pp(2)", 'pp(2, schedule="zb-h1")'),
+    *('mapreduce(batch="mini")', "localsgd(every=1)", "ddp + pp(2)", "zero(3) + pp(2)"),
+    'pp(2, schedule="zb-h1")',
 ]
 
 
@@ -57,8 +61,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     graph_breaks().news()
     if "tqdm" in sys.modules:  # it is installed beside torch, which shows its progress then
         monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
-        yield
+    yield
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
 
 
@@ -102,6 +105,53 @@ def test_a_compiled_transformer_equals_one_that_is_not(world: World, strategy: s
     assert not graph_breaks().news()
 
 
+def hogwild_in_turns(world: World, **options: Any) -> list[Any]:
+    def body(job: Job, step: Any) -> Any:
+        for rows in job.batches(samples(48), 8):
+            for rank in range(job.size):
+                if job.rank == rank:
+                    step(rows)
+                job.group.barrier().wait()
+        return {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+
+    return on_workers(world, "hogwild", mlp, body, size=2, **options)
+
+
+def test_hogwild_writes_into_weights_that_compiled_models_read(world: World) -> None:
+    compiled = hogwild_in_turns(world, compile="aot_eager")
+    for found, expected in zip(compiled, hogwild_in_turns(world), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+class Dropping(nn.Module):
+    """Its blocks are computed again in the backward, with the same dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(6, 12), (12, 12), (12, 3)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(*width), nn.Tanh(), nn.Dropout(0.3)) for width in widths
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param(True, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_dropout_of_recomputed_blocks_is_that_without_compile(
+    accumulate: int, backend: bool | str
+) -> None:
+    def trained(**options: Any) -> Any:
+        model = seeded(0)(Dropping)()
+        options["accumulate"] = accumulate
+        return train(solo_group(), "single", model, samples(50), 16, **options)
+
+    assert_same([trained(compile=backend)], trained())
+
+
 def test_batchnorm_of_all_replicas_stays_in_the_graph(world: World) -> None:
     data = samples(40, (1, 4, 4))
     models = [convnet(), convnet()]
@@ -129,12 +179,14 @@ def test_graph_breaks_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -
     assert re.fullmatch(r"shoal: compile: 1 graph break, .*: replica/test_compiled.py:\d+ .*", line)
 
 
-def test_shapes_are_compiled_at_most_twice() -> None:
+@pytest.mark.parametrize(("accumulate", "graphs"), [(1, 2), (2, 3)])
+def test_shapes_are_compiled_for_one_size_then_for_all(accumulate: int, graphs: int) -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()
-    train(solo_group(), "single", mlp(), [batch(n) for n in range(5, 12)], None, compile="eager")
-    assert counters["stats"]["unique_graphs"] == 2
+    data = [batch(n) for n in range(5, 20)]
+    train(solo_group(), "single", mlp(), data, None, compile="eager", accumulate=accumulate)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def batch(n: int) -> tuple[Tensor, Tensor]:
@@ -298,6 +350,24 @@ def test_without_a_compiler_it_is_one_sentence(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "compile needs a C++ compiler" in done.stderr and "Traceback" not in done.stderr
+
+
+COMPILED = script("""
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd, compile="aot_eager")
+    for batch in job.batches(data, batch_size=20):
+        step(batch)
+""")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "words", ["verify train.py -n 2 -s ddp", "memory train.py -n 2", "plan train.py"]
+)
+def test_commands_about_a_script_that_compiles(tmp_path: Path, words: str) -> None:
+    (tmp_path / "train.py").write_text(COMPILED)
+    done = shoal(*words.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.gpu

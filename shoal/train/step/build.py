@@ -114,7 +114,7 @@ def _compiler_of(
 ) -> Compiler | None:
     """By `compile`, or what the script has compiled the model with; None where torch cannot."""
     strategy = context.strategy
-    compiler = Compiler.of(options.compile, options.exact) or given
+    compiler = Compiler.of(options.compile, options.exact, context.device) or given
     if compiler is None:
         return None
     if options.exact and not options.compile:
