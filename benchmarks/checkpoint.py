@@ -2,11 +2,14 @@
 
 All of them are durable before they count as saved. `held` is how long the call keeps training from
 going on; `done` is when the checkpoint is complete. Nothing trains meanwhile. What disk and memory
-allow: dd with conv=fsync, and a copy in memory.
+allow: dd with conv=fsync, and a copy in memory. All write new files: what a file system takes to
+free those of the round before, as long as to write them, counts for none.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +29,7 @@ import shoal
 from benchmarks.harness import Timing, measure_in_workers, say, spread, worker_parser, write_result
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
-from shoal.runtime.checkpoint_folders import sync_path
+from shoal.runtime.checkpoint_folders import removals, sync_path
 from shoal.runtime.files import scratch_folder
 
 _WIDTH = 2048
@@ -34,8 +37,18 @@ DISK, MEMORY = "dd conv=fsync", "copy in memory"
 Way = Callable[[], tuple[float, float]]  # seconds until the call returns, and until all is done
 
 
-def _timed(call: Callable[[], Any], then: Callable[[Any], Any] = lambda result: None) -> Way:
+def _timed(
+    call: Callable[[], Any],
+    then: Callable[[Any], Any] = lambda result: None,
+    target: Path | None = None,
+) -> Way:
+    """`target` is removed before, if it is there."""
+
     def run() -> tuple[float, float]:
+        removals.join()  # of what Shoal has replaced
+        if target is not None and target.exists():
+            target.unlink() if target.is_file() else shutil.rmtree(target)
+            os.sync()
         start_s = time.perf_counter()
         result = call()
         held_s = time.perf_counter() - start_s
@@ -75,20 +88,23 @@ def _ways(job: shoal.Job, model: nn.Module, folder: Path) -> tuple[dict[str, Way
     peer = _model(num_bytes_of(model))
     num_bytes = num_bytes_of(model)
     tensors = [p.detach() for p in model.parameters()]
-    file = folder / "torch.pt"
+    file, dcp = folder / "torch.pt", folder / "dcp"
     finish = job.checkpoints.finish
     saves = {
-        DISK: _timed(lambda: _dd("/dev/zero", folder / "dd", num_bytes, "conv=fsync")),
+        DISK: _timed(
+            lambda: _dd("/dev/zero", folder / "dd", num_bytes, "conv=fsync"), target=folder / "dd"
+        ),
         MEMORY: _timed(lambda: [tensor.clone() for tensor in tensors]),
         "shoal": _timed(partial(job.save, folder / "shoal")),
         "shoal, wait=False": _timed(
             partial(job.save, folder / "shoal", wait=False), lambda _: finish()
         ),
-        "torch.save": _timed(partial(_torch_save, peer, file)),
-        "dcp.save": _timed(lambda: save(peer.state_dict(), checkpoint_id=folder / "dcp")),
+        "torch.save": _timed(partial(_torch_save, peer, file), target=file),
+        "dcp.save": _timed(lambda: save(peer.state_dict(), checkpoint_id=dcp), target=dcp),
         "dcp.async_save": _timed(
-            lambda: async_save(peer.state_dict(), checkpoint_id=folder / "dcp"),
+            lambda: async_save(peer.state_dict(), checkpoint_id=dcp),
             lambda future: future.result(),
+            dcp,
         ),
     }
     loads = {
@@ -97,7 +113,7 @@ def _ways(job: shoal.Job, model: nn.Module, folder: Path) -> tuple[dict[str, Way
         "shoal": _timed(partial(job.load, folder / "shoal")),
         "torch.load": _timed(partial(_torch_load, peer, file, False)),
         "torch.load, mmap": _timed(partial(_torch_load, peer, file, True)),
-        "dcp.load": _timed(partial(_dcp_load, peer, folder / "dcp")),
+        "dcp.load": _timed(partial(_dcp_load, peer, dcp)),
     }
     return saves, loads
 

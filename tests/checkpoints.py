@@ -80,7 +80,7 @@ def sign_file(path: Path, part: str) -> None:
     with open(file, "rb") as handle:
         digest = file_digest(handle.fileno())
     document = manifest_of(path)
-    document["files"][part].update(bytes=file.stat().st_size, blake2b=digest)
+    document["files"][part].update(bytes=file.stat().st_size, xxh3=digest)
     write_manifest(path, document)
 
 

@@ -52,9 +52,9 @@ class _Stream:
         return _Snapshot(self._get() if self.is_drawn_from else None, self.words_now())
 
     def seed(self, seed: int) -> None:
-        if self.is_drawn_from:
-            self._seed(seed)
-            self._seeded = self.words_now()
+        """Where it is drawn from."""
+        self._seed(seed)
+        self._seeded = None if self._stays else self.words_now()
 
     def restore(self, before: _Snapshot) -> bool:
         """Whether something has drawn from it, though it was not seeded any more."""
@@ -141,7 +141,8 @@ class HostStreams:
 
     def seed(self, seed: int) -> None:
         for stream in self._streams():
-            stream.seed(seed)
+            if stream.is_drawn_from:
+                stream.seed(seed)
 
     def restore(self, saved: list[tuple[_Stream, _Snapshot]]) -> bool:
         """Whether one was drawn from, though it was not seeded any more: from now on it is."""

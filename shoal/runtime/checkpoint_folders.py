@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.background_writer import BackgroundWriter
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.files import open_file
 from shoal.runtime.wording import counted
@@ -112,10 +113,11 @@ class NewVersion:
         return self._files[-1]
 
     def publish(self, manifest: bytes) -> None:
-        """Make this version, whose files are on the disk, the current one."""
+        """Make this version, whose files are complete, the current one."""
         unpublished = self._workplace / MANIFEST
         unpublished.write_bytes(manifest)
-        sync_path(unpublished)
+        for file in (*self._files, unpublished):
+            sync_path(file)
         for file in self._files:
             os.rename(file, self._folder / file.name)
         sync_path(self._folder)
@@ -130,6 +132,7 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
     At the end all versions are removed that are not current: this one, too, if it was not
     published.
     """
+    removals.join()  # there is space for two versions, it may be
     make_folder(folder)
     token, descriptor = _claim(folder)
     try:
@@ -187,8 +190,32 @@ def _remove_others(folder: Path) -> None:
     for token, files in versions.items():
         # the manifest is read after that: a saver that has ended has replaced it before
         if _has_ended(folder / f"saving-{token}") and token not in _current(folder, versions):
-            for file in files:
-                file.unlink(missing_ok=True)
+            _remove_files(files)
+
+
+def _remove_files(files: list[Path]) -> None:
+    """Their names are gone when this returns. To free their space takes as long as to write it.
+
+    The system does that when a thread has closed them here, or this process has ended.
+    """
+    for file in files:
+        with suppress(FileNotFoundError):
+            _removed.add(os.open(file, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+            file.unlink()
+    removals.join()
+    removals.start(_close_removed)
+
+
+removals = BackgroundWriter()
+_removed: set[int] = set()  # descriptors of files without a name
+
+
+def _close_removed() -> None:
+    while _removed:
+        os.close(_removed.pop())  # in this order: a fork meanwhile must not close another file
+
+
+os.register_at_fork(after_in_child=_close_removed)
 
 
 def _has_ended(workplace: Path) -> bool:

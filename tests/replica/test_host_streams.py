@@ -60,3 +60,15 @@ def test_states_are_compared_in_memory() -> None:
     streams = HostStreams()
     step(streams, None)
     assert [before.state for _, before in streams.save()] == [None, None]
+
+
+def test_a_stream_that_is_known_to_be_drawn_from_is_not_read_when_it_is_seeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dataset that draws noise seeds before every sample."""
+    streams = HostStreams()
+    step(streams, "python")
+    (drawn,) = (stream for stream in streams._streams() if stream.is_drawn_from)
+    monkeypatch.setattr(drawn, "words_now", None)
+    streams.seed(7)
+    assert draw("python") == [random.Random(7).random()]

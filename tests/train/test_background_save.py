@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.checkpoint_folders import removals
 from shoal.train.callbacks import Callback
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
@@ -28,13 +30,13 @@ from tests.models import mlp, samples
 def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written before the event is set."""
     gate = threading.Event()
-    save_file = files.save_file
+    write_tensors = files.write_tensors
 
-    def wait_and_save(tensors: dict[str, Tensor], file: Path) -> None:
+    def wait_and_write(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
         assert gate.wait(60)
-        save_file(tensors, file)
+        return write_tensors(tensors, file)
 
-    monkeypatch.setattr(files, "save_file", wait_and_save)
+    monkeypatch.setattr(files, "write_tensors", wait_and_write)
     yield gate
     gate.set()
 
@@ -43,14 +45,14 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The disk is full once the event is set."""
     is_full = threading.Event()
-    save_file = files.save_file
+    write_tensors = files.write_tensors
 
-    def save_or_fail(tensors: dict[str, Tensor], file: Path) -> None:
+    def write_or_fail(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
         if is_full.is_set():
-            raise SafetensorError("Error: No space left on device (os error 28)")
-        save_file(tensors, file)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_tensors(tensors, file)
 
-    monkeypatch.setattr(files, "save_file", save_or_fail)
+    monkeypatch.setattr(files, "write_tensors", write_or_fail)
     return is_full
 
 
@@ -88,6 +90,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, writing: threading.E
         assert number == 1 or steps_in(tmp_path) in (number - 1, number)
     assert steps_in(tmp_path) == 3
     assert len(list(tmp_path.iterdir())) == 3
+    removals.join()
     assert not any(thread.name == "shoal-checkpoint" for thread in threading.enumerate())
 
 
@@ -227,16 +230,22 @@ def test_callbacks_hear_of_it_when_it_is_complete(tmp_path: Path) -> None:
     assert heard == [(1, str(tmp_path / "a"), 1), (2, str(tmp_path / "b"), 2)]
 
 
-def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """They have one digest from end to end."""
+@pytest.mark.parametrize("version", [2, 3])
+def test_files_of_earlier_versions_are_read(tmp_path: Path, version: int) -> None:
+    """They have one SHA-256 from end to end, or BLAKE2 of chunks."""
     job, step = start()
     train(job, step, 1)
     job.save(tmp_path)
     document = manifest_of(tmp_path)
-    document["format"] = "shoal checkpoint 2"
+    document["format"] = f"shoal checkpoint {version}"
     for part, entry in document["files"].items():
-        del entry["blake2b"]
-        entry["sha256"] = sha256(file_of(tmp_path, part).read_bytes()).hexdigest()
+        del entry["xxh3"]
+        content = file_of(tmp_path, part).read_bytes()
+        if version == 2:
+            entry["sha256"] = sha256(content).hexdigest()
+        else:  # both are smaller than a chunk
+            chunk = blake2b(content, digest_size=32).digest()
+            entry["blake2b"] = blake2b(chunk, digest_size=32).hexdigest()
     write_manifest(tmp_path, document)
     job.load(tmp_path)
     file = file_of(tmp_path, "model")

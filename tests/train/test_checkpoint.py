@@ -226,7 +226,11 @@ def once_before(
 
 @pytest.mark.parametrize(
     ("module", "place", "remains"),
-    [(files, "save_file", 1), (files, "digest_of", 1), (checkpoint_folders, "_remove_others", 2)],
+    [
+        (files, "write_tensors", 1),
+        (files, "digest_of", 1),
+        (checkpoint_folders, "_remove_others", 2),
+    ],
     ids=["before files", "after files", "before cleaning"],
 )
 def test_savers_of_one_folder_leave_the_version_that_was_named_last(
@@ -254,8 +258,8 @@ def killed_while_saving(path: Path, place: str) -> None:
     """A process that is killed when its save comes to a function."""
 
     def kill(*args: Any) -> None:
-        if place == "save_file":  # as safetensors does
-            (args[1].parent / ".tmpA1b2C3").write_bytes(b"half")
+        if place == "write_tensors":
+            args[1].write_bytes(b"half")
         if place != "sync_path" or args[0] == path:  # there: before the files have their names
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -267,7 +271,7 @@ def killed_while_saving(path: Path, place: str) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("place", ["save_file", "digest_of", "sync_path"])
+@pytest.mark.parametrize("place", ["write_tensors", "digest_of", "sync_path"])
 def test_what_a_killed_save_leaves_is_removed_by_the_next(tmp_path: Path, place: str) -> None:
     files.write(tmp_path, version(1))
     killed_while_saving(tmp_path, place)
@@ -288,7 +292,7 @@ def test_a_failed_save_leaves_nothing(
 
     files.write(tmp_path, version(1))
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(files, "write_tensors", fail)
     with pytest.raises(CheckpointError, match="no space left"):
         files.write(tmp_path, version(2))
     assert sorted(tmp_path.iterdir()) == before

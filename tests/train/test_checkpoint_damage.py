@@ -79,7 +79,7 @@ def test_a_manifest_that_is_no_json_is_refused(saved: Path, text: str) -> None:
 @pytest.mark.parametrize("document", ["[]", "5", "null", '"text"'])
 def test_a_manifest_of_another_form_is_refused(saved: Path, document: str) -> None:
     (saved / "manifest.json").write_text(document)
-    refused(saved, "is not the manifest of a 'shoal checkpoint 3'")
+    refused(saved, "is not the manifest of a 'shoal checkpoint 4'")
 
 
 def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
@@ -104,8 +104,8 @@ NO_COUNTS = [(k, v) for k in ("steps", "batches") for v in (-1, 1.5, 1e300, "5",
     [
         *((renamed(name), "is damaged") for name in NAMES),  # only files of its folder
         *((lambda d, k=k, v=v: d.update({k: v}), f"'{k}' is not a count") for k, v in NO_COUNTS),
-        (dict.clear, "is not the manifest of a 'shoal checkpoint 3'"),
-        (lambda d: d.update(format="shoal checkpoint 4"), "is not the manifest of a"),
+        (dict.clear, "is not the manifest of a 'shoal checkpoint 4'"),
+        (lambda d: d.update(format="shoal checkpoint 5"), "is not the manifest of a"),
     ],
 )
 def test_a_manifest_with_other_values_is_refused(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
@@ -34,15 +33,15 @@ from shoal.runtime.checkpoint_folders import (
     damaged,
     new_version,
     read_manifest_bytes,
-    sync_path,
 )
 from shoal.runtime.decoders import convert
 from shoal.runtime.files import open_file
-from shoal.train.checkpoints.digests import file_digest, first_file_digest
+from shoal.train.checkpoints.digests import DIGEST, KINDS, file_digest
+from shoal.train.checkpoints.tensor_file import write_tensors
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
-FORMAT = "shoal checkpoint 3"
-_FORMATS = (FORMAT, "shoal checkpoint 2")  # whose files have other digests
+FORMAT = "shoal checkpoint 4"
+_FORMATS = (FORMAT, "shoal checkpoint 3", "shoal checkpoint 2")  # with other digests of files
 _DIGEST = "sha256"
 _PARTS = ("model", "optimizer")
 _MAX_READS = 100  # of a checkpoint that others replace at the same time
@@ -68,15 +67,10 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     try:
         with new_version(path) as version:
             parts = zip(_PARTS, (checkpoint.model, checkpoint.optimizer), strict=True)
-            with ThreadPoolExecutor(1, "shoal-sync") as pool:  # a file is read while it is flushed
-                files, synced = {}, []
-                for part, tensors in parts:
-                    file = version.tensor_file(part, steps)
-                    save_file(tensors, file)
-                    synced.append(pool.submit(sync_path, file))
-                    files[part] = _described(file)
-                for future in synced:
-                    future.result()
+            files = {
+                part: write_tensors(tensors, version.tensor_file(part, steps))
+                for part, tensors in parts
+            }
             manifest = {"format": FORMAT, "files": files, **document}
             checkpoint.digest = digest_of(manifest)
             manifest[_DIGEST] = checkpoint.digest
@@ -127,13 +121,6 @@ def check_counts(path: Path, document: dict[str, Any]) -> None:
             convert(document.get(key), Count)
         except msgspec.ValidationError as error:
             raise damaged(path, f"{key!r} is not a count: {error}") from error
-
-
-def _described(file: Path) -> dict[str, Any]:
-    """What the manifest says about a tensor file."""
-    with open(file, "rb") as handle:
-        digest = file_digest(handle.fileno())
-    return {"name": file.name, "bytes": file.stat().st_size, "blake2b": digest}
 
 
 def _manifest_bytes(path: Path) -> bytes:
@@ -193,10 +180,8 @@ def _read_tensors(path: Path, entry: dict[str, Any], descriptor: int) -> dict[st
     name = entry["name"]
     try:
         size = os.fstat(descriptor).st_size
-        kind, digest = (
-            ("blake2b", file_digest) if "blake2b" in entry else ("sha256", first_file_digest)
-        )
-        if size != entry.get("bytes") or digest(descriptor) != entry.get(kind):
+        kind = next((kind for kind in KINDS if kind in entry), DIGEST)
+        if size != entry.get("bytes") or file_digest(descriptor, kind) != entry.get(kind):
             raise damaged(path, f"{name} has changed")
         opened = Path(f"/proc/self/fd/{descriptor}")  # works after it was removed, on Linux
         return load_file(opened if opened.exists() or opened.is_symlink() else path / name)
