@@ -105,7 +105,6 @@ def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps
     found: dict[Way, list[float]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways if number % 2 else reversed(ways):
-            say(f"round {number + 1}: {way.strategy} on {way.workers}, {optimizer}")
             asked = {"optimizer": optimizer, "batch-size": batch_size, "steps": steps}
             is_peer = way.strategy in PEERS
             strategy = strategy_for(None if is_peer else way.strategy, way.workers)
@@ -113,6 +112,8 @@ def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps
             start = run_peers if is_peer else run_quietly
             times = measure_in_workers("benchmarks.host", asked, way.workers, config, start)
             found[way].append(statistics.median(times))
+            name = f"{way.strategy} on {way.workers}, {optimizer}"
+            say(f"round {number + 1}: {name}: {found[way][-1]:.1f} ms a step")
     alone = found[ways[0]]
     return [
         {
