@@ -39,7 +39,7 @@ from tests.products import few_or_all
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)
-COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")
+COMPRESSED = ("fp16", "bf16", "int8", "int4", "topk(0.1)", "powersgd(rank=2)", "onebit")
 HEADER = 256  # bytes of loss and flags, which some syncs copy
 STEPS = 8  # as many as localsgd(every=8) needs to agree
 BATCH = 24  # rows

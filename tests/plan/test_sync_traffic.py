@@ -28,7 +28,7 @@ from tests.models import samples
 from tests.plan.test_sync_price import ask, cluster_of
 from tests.products import few_or_all
 
-COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")
+COMPRESSED = ("fp16", "bf16", "int8", "int4", "topk(0.1)", "powersgd(rank=2)", "onebit")
 SYNCS = {name: term for name, term in TERMS.items() if term.role == "sync"}
 TEXTS = [
     "single",

@@ -19,7 +19,9 @@ def maybe(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 WHOLE = st.integers(1, 10**9)
 COMPRESS = maybe(
-    st.sampled_from(["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(5e-3)", "topk(1)"])
+    st.sampled_from(
+        ["fp16", "bf16", "int8", "int4", "onebit", "topk(0.01)", "topk(5e-3)", "topk(1)"]
+    )
     | st.integers(1, 999).map(lambda rank: f"powersgd(rank={rank})")
 )
 NAMES = st.text(min_size=1, max_size=12).filter(str.isprintable)

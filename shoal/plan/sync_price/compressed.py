@@ -2,7 +2,7 @@
 
 How many bytes `compress="…"` makes of some numbers, as the runtime packs them.
 
-fp16 bf16 int8 onebit topk    sums by shards: an all-to-all of packed shards, then an
+fp16 bf16 int8 int4 …         sums by shards: an all-to-all of packed shards, then an
                               all-gather of packed sums: 2 (p-1)/p of the packed size
 powersgd                      all-reduces of P and of Q
 """
@@ -17,6 +17,7 @@ from shoal.plan.sync_price.flat_sizes import Buckets, Factors, FlatSizes
 from shoal.strategy.options import read_setting
 
 _INT8_CHUNK = 256
+_INT4_CHUNK = 64
 _ONEBIT_CHUNK = 512
 _TOPK_BLOCK = 65_536
 _MOST_KEPT = 4  # topk: a sum has at most so many times the elements that a replica sends
@@ -45,6 +46,8 @@ def _raw_bytes(name: str, settings: dict[str, float], elements: float) -> float:
             return 4 + 2 * elements
         case "int8":
             return 4 * math.ceil(elements / _INT8_CHUNK) + elements
+        case "int4":
+            return 2 * math.ceil(elements / _INT4_CHUNK) + math.ceil(elements / 2)
         case "onebit":
             return 4 + math.ceil(elements / _ONEBIT_CHUNK) * (2 + _ONEBIT_CHUNK // 8)
         case "topk":
