@@ -124,6 +124,8 @@ LOCALSGD = [
     'localsgd(every=2, outer="sgd(lr=1.0)")',
     'localsgd(every=2, outer="nesterov")',
     'localsgd(every=2, outer="adam")',
+    "localsgd(every=2, overlap=True)",
+    'localsgd(every=4, outer="adam", overlap=True, delay=2, fragments=2)',
 ]
 GOSSIP = [f'gossip(graph="{g}")' for g in ("ring", "star", "complete", "one-peer", "exponential")]
 SHARED = [
@@ -187,6 +189,8 @@ def test_workers_hold_what_their_plan_says(
         "ddp(bucket_mb=0.01, compress='{}')",
         "localsgd(every=2, compress='{}')",
         "localsgd(every=1, outer='nesterov', compress='{}')",
+        "localsgd(every=2, fragments=2, compress='{}')",
+        "localsgd(every=4, overlap=True, delay=1, fragments=2, compress='{}')",
         "ps(placement='rank0', compress='{}')",
         "ps(placement='workers', compress='{}')",
         "ps(placement='rank0', quorum=0.75, compress='{}')",

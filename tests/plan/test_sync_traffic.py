@@ -44,6 +44,7 @@ TEXTS = [
     "gossip(elastic=True)",
     "localsgd(every=8, elastic=True)",
     'localsgd(every=8, outer="adam")',
+    'localsgd(every=8, outer="nesterov", overlap=True, delay=4, fragments=2)',
     "hogwild(momentum=True)",
     *(
         f'{term}, compress="{name}")'
@@ -136,6 +137,7 @@ OTHERS = [
     *("zero(1)", "zero(2)", 'mapreduce(batch="mini")', 'ps(placement="rank0")'),
     *(f'gossip(graph="{graph}")' for graph in ("one-peer", "star")),
     'localsgd(every=4, compress="topk(0.1)")',
+    "localsgd(every=4, overlap=True, fragments=4)",
 ]
 
 

@@ -66,9 +66,17 @@ splittable = st.one_of(
         outer=maybe(st.sampled_from(["sgd", "nesterov(lr=0.7)", "adam(lr=1e-3, eps=0.1)"])),
         compress=COMPRESS,
     ),
+    st.builds(
+        localsgd,
+        every=st.integers(16, 10**9),
+        overlap=st.just(True),
+        delay=maybe(st.integers(1, 16)),
+    ),
 )
-unsplittable = st.builds(hogwild, momentum=FLAG) | st.builds(
-    mapreduce, batch=st.sampled_from(["full", "mini"])
+unsplittable = st.one_of(
+    st.builds(hogwild, momentum=FLAG),
+    st.builds(mapreduce, batch=st.sampled_from(["full", "mini"])),
+    st.builds(localsgd, every=st.just(16), fragments=st.integers(2, 16), compress=COMPRESS),
 )
 tps = st.builds(
     tp,

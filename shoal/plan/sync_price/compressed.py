@@ -111,17 +111,21 @@ def compressed_time(question: SyncQuestion, compress: str, elements: float) -> C
     return CompressedTime(there.seconds + back.seconds, packing_s, slower.bound, packed.sent)
 
 
-def compressed_memory(question: SyncQuestion, compress: str, slices: list[Buckets]) -> float:
-    """What is kept from step to step, and the most that is on its way: all slices at once."""
+def compressed_memory(
+    question: SyncQuestion, compress: str, slices: list[Buckets], at_once: int | None = None
+) -> float:
+    """What is kept from step to step, and the most that is on its way: `at_once` of all slices."""
     sizes, n, gaps = question.sizes, question.replicas, question.gaps
     kept = sizes.size * RESIDUAL_BYTES + INDEX_BYTES * gaps
+    number = sum(bucket.number for bucket in slices)
+    share = min(number, at_once or number) / number
     if (factors := factors_of(compress, sizes)) is not None:
         left, right, rest = factors
         first = question.body * RESIDUAL_BYTES + 4 * (left + 2 * rest)
-        return kept + 4 * right + max(first, 4 * (left + rest + right))
+        return kept + 4 * right + share * max(first, 4 * (left + rest + right))
     again = sum_compress(compress, n)
     owed = sum(bucket.number * -(-bucket.elements // n) for bucket in slices)
     first = sum(2 * n * b.number * packed_bytes(compress, -(-b.elements // n)) for b in slices)
     second = sum((n + 1) * b.number * packed_bytes(again, -(-b.elements // n)) for b in slices)
     owed_bytes = owed * RESIDUAL_BYTES + INDEX_BYTES * gaps / n
-    return kept + owed_bytes + max(first, second)
+    return kept + owed_bytes + share * max(first, second)
