@@ -114,6 +114,7 @@ class SliceMemory(NamedTuple):
 class Sum:
     """Adds up slices of a flat buffer over all replicas. All ranks call it in the same order."""
 
+    num_stages: ClassVar[int] = 1  # at most; messages go out in each
     group: Group
     under_way: dict[int, tuple[Iterator[Work], Work]]  # by start of the slice: its present stage
     on_stage: Callable[[], None] | None = None  # called when a stage has begun, to look at memory
@@ -152,31 +153,41 @@ class Sum:
         """Replace `x` stage by stage; yields what is under way."""
         yield self.group.all_reduce(x)
 
+    def clear_unused(self) -> None:
+        """What was lost between parameters is of no use, and no checkpoint has it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What has to be saved of all workers, at rank 0."""
+        return {}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Refuse what `load_state` could not take."""
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Each worker takes its own back; another number of workers splits the sum equally."""
+
 
 class CompressedSum(Sum):
     """Sums of what is left of numbers when they are packed."""
 
     memory_column: ClassVar[str] = "residuals"
+    num_stages = 2
     residual: Tensor
     unused: Tensor  # positions of the buffer between parameters, and of copies
 
     def clear_unused(self) -> None:
-        """What was lost there is of no use, and no checkpoint has it."""
         self.residual[self.unused] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """What has to be saved of all workers, at rank 0."""
         residuals = self.residual.new_empty(self.group.size, self.residual.numel())
         is_root = self.group.rank == 0
         self.group.gather(residuals if is_root else None, self.residual).wait()
         return {f"worker/{r}/residual": row for r, row in enumerate(residuals)} if is_root else {}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
-        """Refuse what `load_state` could not take."""
         check_residuals(tensors, self.residual)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Each worker takes its own back; another number of workers splits the sum equally."""
         take_residual(tensors, self.residual, self.group.rank, self.group.size)
 
 

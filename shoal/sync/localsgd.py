@@ -99,7 +99,7 @@ class LocalSgdSync(Sync):
             )
         gaps = flat.gaps()
         self._gaps = [gaps[(gaps >= at.start) & (gaps < at.stop)] - at.start for at in slices]
-        self._copies = replica.copies
+        self._copies = replica.copies if term.compress else None  # sums in full are equal anyway
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
 
@@ -151,8 +151,8 @@ class LocalSgdSync(Sync):
 
     def _come_nearer(self, number: int, fragment: Fragment) -> None:
         fragment.left -= 1
-        is_compressed = isinstance(self.sums, compressed_sum.CompressedSum)
-        if is_compressed and fragment.left == self.delay // 2 and not fragment.is_here:
+        is_halfway = self.sums.num_stages == 2 and fragment.left == self.delay // 2
+        if is_halfway and not fragment.is_here:
             self.sums.advance(fragment.at.start)  # its second stage, at the same step on all ranks
         if fragment.left == 0:
             with self.update.tracer.span(MIX, f"apply the average of {self.delay} steps ago"):
@@ -166,12 +166,11 @@ class LocalSgdSync(Sync):
             if self._sends_header:
                 self._loss = fragment.difference[0].clone()
                 fragment.difference[0] = 0.0
-            if isinstance(self.sums, compressed_sum.CompressedSum):
-                fragment.difference[self._gaps[number]] = 0.0
-                self.sums.clear_unused()
-                compressed_sum.synchronize_copies(
-                    self.flat, fragment.difference, self._copies, fragment.at.start
-                )
+            fragment.difference[self._gaps[number]] = 0.0
+            self.sums.clear_unused()
+            compressed_sum.synchronize_copies(
+                self.flat, fragment.difference, self._copies, fragment.at.start
+            )
             fragment.difference /= self.group.size
             fragment.is_here = True
         return fragment.difference
@@ -237,9 +236,8 @@ class LocalSgdSync(Sync):
                     saved["under_way"][fragment.at] = self._receive(number, fragment)
         if self.outer is not None:
             saved |= self.outer.state()
-        if isinstance(self.sums, compressed_sum.CompressedSum):
-            with self.traffic.uncounted():
-                saved |= self.sums.state()
+        with self.traffic.uncounted():
+            saved |= self.sums.state()
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
@@ -252,8 +250,7 @@ class LocalSgdSync(Sync):
             compressed_sum.check_number(number)
         if self.outer is not None:
             self.outer.check_state(saved)
-        if isinstance(self.sums, compressed_sum.CompressedSum):
-            self.sums.check_state(saved)
+        self.sums.check_state(saved)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         saved = under("weights/", tensors)
@@ -264,9 +261,8 @@ class LocalSgdSync(Sync):
         self._load_under_way(saved)
         if self.outer is not None:
             self.outer.load_state(saved)
-        if isinstance(self.sums, compressed_sum.CompressedSum):
-            self.sums.load_state(saved)
-            self.sums.clear_unused()
+        self.sums.load_state(saved)
+        self.sums.clear_unused()
 
     def _load_under_way(self, saved: dict[str, Tensor]) -> None:
         """Averages that arrive later. Other fragments than saved leave them to the next average,
@@ -279,7 +275,7 @@ class LocalSgdSync(Sync):
         for fragment, steps in zip(self.fragments, left if is_alike else [], strict=False):
             fragment.left = min(steps, self.delay)
             if fragment.left:
-                fragment.difference = saved["under_way"][fragment.at].to(self.agreed)
+                fragment.difference = saved["under_way"][fragment.at].to(self.agreed, copy=True)
                 fragment.origin = self.agreed[fragment.at] - fragment.difference
                 fragment.is_here = True
 
