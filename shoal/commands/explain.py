@@ -70,8 +70,15 @@ def five_steps(term: SyncTerm) -> list[list[str]]:
     if getattr(term, "update", "") == "worker":
         found[0][1], found[1][1] = "own copy", "-"
     if term.meets_every:
-        found[0][2] = f"mean, 1 of {term.meets_every}"
+        found[0][2] = f"mean, {_meetings(term)} of {term.meets_every}"
+        if ago := getattr(term, "steps_under_way", 0):
+            found[0][2] += f", sent {counted(ago, 'step')} before"
     return [first + found[0], *(["-", "-", *server] for server in found[1:])]
+
+
+def _meetings(term: SyncTerm) -> int:
+    """In how many steps of a round workers exchange something: one for each fragment."""
+    return getattr(term, "fragments", 1)
 
 
 def _with_other_data(layout: Layout) -> int:
@@ -243,7 +250,8 @@ def exchanges(
     for way in _WAYS[term.name][1] if layout.replicas > 1 or term.has_servers else ():
         what, how = way.split(": ")
         how += f" by {term.collective_algorithm}" if term.collective_algorithm else ""
-        how += f", 1 step of {term.meets_every}" if term.meets_every else ""
+        if term.meets_every:
+            how += f", {counted(_meetings(term), 'step')} of {term.meets_every}"
         if getattr(term, "stage", 0) == 3:
             how = "reduce, all_gather twice"
         yield ExplainedExchange(what, how, layout.lines("dp"), pulled if how == "pull" else sync)

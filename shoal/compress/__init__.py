@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -308,27 +309,42 @@ def _weights(device: torch.device) -> Tensor:
     return torch.tensor(_BITS, dtype=torch.uint8, device=device)
 
 
-INT8_CHUNK = 256
+class ScaledIntegers(Compressor):
+    """Whole numbers of a few bits, times a scale of each chunk of elements.
 
+    Numbers of 4 bits lie two in a byte: n/2 + n/32 bytes with a scale in bf16 for 64 elements.
+    """
 
-class Int8(Compressor):
-    """-127 to 127 times a scale of each 256 elements: n + n/64 bytes."""
+    def __init__(self, bits: int, chunk: int, scale: torch.dtype):
+        self.bits, self.chunk, self.scale = bits, chunk, scale
+        self.most = 2 ** (bits - 1) - 1
 
     def num_bytes(self, numel: int) -> int:
-        return round_up_to_words(4 * -(-numel // INT8_CHUNK) + numel)
+        scales = -(-numel // self.chunk) * self.scale.itemsize
+        return round_up_to_words(scales + self._number_bytes(numel))
 
     def pack(self, x: Tensor) -> Tensor:
-        chunks = to_chunks(x.float(), INT8_CHUNK)
-        scales = chunks.abs().amax(1) / 127
-        steps = chunks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-        numbers = steps.round_().to(torch.int8).view(-1)[: x.numel()]
+        chunks = to_chunks(x.float(), self.chunk)
+        scales = (chunks.abs().amax(1) / self.most).to(self.scale)
+        divisors = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+        steps = (chunks / divisors.unsqueeze(1)).round_().clamp_(-self.most, self.most)
+        numbers = steps.to(torch.int8).view(-1)[: x.numel()]
+        if self.bits == 4:
+            low, high = to_chunks(numbers + 8, 2).view(torch.uint8).unbind(1)
+            numbers = low + 16 * high
         return join([scales, numbers], self.num_bytes(x.numel()))
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        layout = [(-(-numel // INT8_CHUNK), torch.float32), (numel, torch.int8)]
+        layout = [(-(-numel // self.chunk), self.scale), (self._number_bytes(numel), torch.int8)]
         scales, numbers = split(payload, layout, self.num_bytes(numel))
-        chunks = to_chunks(numbers.float(), INT8_CHUNK) * scales.unsqueeze(1)
+        if self.bits == 4:
+            pairs = numbers.view(torch.uint8)
+            numbers = torch.stack([pairs % 16, pairs // 16], 1).view(torch.int8).view(-1) - 8
+        chunks = to_chunks(numbers[:numel].float(), self.chunk) * scales.float().unsqueeze(1)
         return chunks.view(-1)[:numel]
+
+    def _number_bytes(self, numel: int) -> int:
+        return -(-numel * self.bits // 8)
 
 
 class Bf16(Compressor):
@@ -383,4 +399,10 @@ def make_compressor(
     return PowerSgd(int(settings["rank"]), shapes, numel)
 
 
-_PLAIN: dict[str, type[Compressor]] = {"fp16": Fp16, "bf16": Bf16, "int8": Int8, "onebit": OneBit}
+_PLAIN: dict[str, Callable[[], Compressor]] = {
+    "fp16": Fp16,
+    "bf16": Bf16,
+    "int8": partial(ScaledIntegers, 8, 256, torch.float32),
+    "int4": partial(ScaledIntegers, 4, 64, torch.bfloat16),
+    "onebit": OneBit,
+}

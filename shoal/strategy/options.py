@@ -113,8 +113,8 @@ SCHEDULE = text_like(
     "|".join([*SCHEDULES, user.PATTERN]),
 )
 COMPRESS = text_like(
-    '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
-    rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
+    '"fp16", "bf16", "int8", "int4", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
+    rf"fp16|bf16|int8|int4|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
 )
 _GRAPH_TEXT = text_like(
     f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "

@@ -84,7 +84,10 @@ class Mapreduce(SyncTerm):
 
 @dataclass(frozen=True, kw_only=True)
 class Localsgd(ElasticOption):
-    """Replicas train alone for `every` steps, then average or take an outer step."""
+    """Replicas train alone for `every` steps, then average or take an outer step.
+
+    With `overlap` they train on meanwhile, and apply the average `delay` steps later.
+    """
 
     compared: ClassVar[tuple[str, ...]] = (
         "localsgd(every=8)",
@@ -95,24 +98,57 @@ class Localsgd(ElasticOption):
     outer: Annotated[str | None, optional(OUTER)] = None
     compress: Annotated[str | None, optional(COMPRESS)] = None
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two averages
+    overlap: Annotated[bool, FLAG] = False
+    delay: Annotated[int | None, optional(whole(1))] = None  # of an overlapped average; None: every
+    fragments: Annotated[int, whole(1)] = 1  # of the model, averaged in turns
 
     @property
     def meets_every(self) -> int:
         return self.every
 
     @property
+    def steps_under_way(self) -> int:
+        """How many steps after it was sent an average is applied."""
+        return (self.delay or self.every) if self.overlap else 0
+
+    @property
+    def most_sent(self) -> int:
+        """How many fragments are under way at a time."""
+        return max(1, -(-self.steps_under_way * self.fragments // self.every))
+
+    @property
     def lockstep(self) -> bool:
-        return self.every == 1
+        return self.every == 1 and not self.overlap
 
     @property
     def equals_single(self) -> bool:
         """For plain SGD: momentum and weight decay are linear in the gradient, Adam is not."""
-        return self.every == 1 and self.outer is None and self.compress is None
+        return self.lockstep and self.outer is None and self.compress is None
 
     def _check_options(self) -> None:
         if self.outer is not None:
             outer_settings(self.outer)
         self.refuse_compression()
+        if self.delay is not None and not self.overlap:
+            raise StrategyError(f"localsgd: delay={self.delay} is for overlap=True")
+        for option, value in (("delay", self.delay or 1), ("fragments", self.fragments)):
+            if value > self.every:
+                raise StrategyError(
+                    f"localsgd: {option}={value} is more than every={self.every}: a fragment is "
+                    "sent once in so many steps, after its last average has been applied"
+                )
+        if self.elastic and (self.overlap or self.fragments > 1):
+            raise StrategyError(
+                "localsgd(elastic=True) takes neither overlap nor fragments: after a loss workers "
+                "return to where all had the same weights, and there they never have"
+            )
+
+    def check_split(self, split: Term) -> None:
+        if self.fragments > 1:
+            raise NotBuilt(
+                f"{self} + {split} is not built yet: parameters that several workers of a replica "
+                f"hold would be averaged at different steps; take {replace(self, fragments=1)}"
+            )
 
 
 @dataclass(frozen=True)

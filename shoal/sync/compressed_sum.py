@@ -82,10 +82,16 @@ def is_alike(saved: Tensor, expected: Tensor) -> bool:
     return saved.shape == expected.shape and saved.dtype == expected.dtype
 
 
-def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: ReplicaShard | None) -> None:
-    """Make equal what several workers of a replica have of the same parameters in `buffer`."""
+def synchronize_copies(
+    flat: FlatParams, buffer: Tensor, copies: ReplicaShard | None, start: int = 0
+) -> None:
+    """Make equal what several workers of a replica have of the same parameters.
+
+    `buffer` has all of them, and stands for the flat one from `start` on.
+    """
     if copies is not None:
-        copies.synchronize_copies({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
+        views = {p: flat.view(i, buffer, start) for i, p in enumerate(flat.params)}
+        copies.synchronize_copies(views)
 
 
 def unused_positions(flat: FlatParams, copies: ReplicaShard | None) -> Tensor:
@@ -105,56 +111,83 @@ class SliceMemory(NamedTuple):
     second: int  # in flight in its second stage
 
 
-class CompressedSum:
+class Sum:
     """Adds up slices of a flat buffer over all replicas. All ranks call it in the same order."""
 
-    memory_column: ClassVar[str] = "residuals"
+    num_stages: ClassVar[int] = 1  # at most; messages go out in each
     group: Group
-    residual: Tensor
-    unused: Tensor  # positions of the buffer between parameters, and of copies
-    under_way: list[tuple[Iterator[Work], Work]]  # sums, each with its present stage
+    under_way: dict[int, tuple[Iterator[Work], Work]]  # by start of the slice: its present stage
     on_stage: Callable[[], None] | None = None  # called when a stage has begun, to look at memory
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.under_way = {}
 
     def start(self, x: Tensor, at: slice) -> None:
         """Begin to replace `x`, which lies at `at` of the buffer, by (about) the sum of all."""
-        self._advance(self.stages(x, at))
+        self._begin_stage(at.start, self.stages(x, at))
 
     def finish(self) -> None:
         """Finish all sums, side by side."""
         while self.under_way:
-            stages, work = self.under_way.pop(0)
-            work.wait()
-            self._advance(stages)
+            self.advance(next(iter(self.under_way)))
 
-    def _advance(self, stages: Iterator[Work]) -> None:
-        """Begin the next stage of a sum, if there is one."""
+    def finish_one(self, at: slice) -> None:
+        while at.start in self.under_way:
+            self.advance(at.start)
+
+    def advance(self, start: int) -> None:
+        """Wait for the present stage of a sum, and begin the next one if there is one."""
+        stages, work = self.under_way.pop(start)
+        work.wait()
+        self._begin_stage(start, stages)
+
+    def _begin_stage(self, start: int, stages: Iterator[Work]) -> None:
         work = next(stages, None)
         if work is not None:
-            self.under_way.append((stages, work))
+            self.under_way[start] = stages, work
         if self.on_stage is not None:
             self.on_stage()
 
     def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
         """Replace `x` stage by stage; yields what is under way."""
-        raise NotImplementedError
+        yield self.group.all_reduce(x)
 
     def clear_unused(self) -> None:
-        """What was lost there is of no use, and no checkpoint has it."""
-        self.residual[self.unused] = 0.0
+        """What was lost between parameters is of no use, and no checkpoint has it."""
 
     def state(self) -> dict[str, Tensor]:
         """What has to be saved of all workers, at rank 0."""
+        return {}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Refuse what `load_state` could not take."""
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Each worker takes its own back; another number of workers splits the sum equally."""
+
+
+class CompressedSum(Sum):
+    """Sums of what is left of numbers when they are packed."""
+
+    memory_column: ClassVar[str] = "residuals"
+    num_stages = 2
+    residual: Tensor
+    unused: Tensor  # positions of the buffer between parameters, and of copies
+
+    def clear_unused(self) -> None:
+        self.residual[self.unused] = 0.0
+
+    def state(self) -> dict[str, Tensor]:
         residuals = self.residual.new_empty(self.group.size, self.residual.numel())
         is_root = self.group.rank == 0
         self.group.gather(residuals if is_root else None, self.residual).wait()
         return {f"worker/{r}/residual": row for r, row in enumerate(residuals)} if is_root else {}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
-        """Refuse what `load_state` could not take."""
         check_residuals(tensors, self.residual)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Each worker takes its own back; another number of workers splits the sum equally."""
         take_residual(tensors, self.residual, self.group.rank, self.group.size)
 
 
@@ -168,9 +201,8 @@ class FactoredSum(CompressedSum):
     def __init__(
         self, flat: FlatParams, group: Group, factors: dict[int, PowerSgd], unused: Tensor
     ):
-        self.group = group
+        super().__init__(group)
         self.factors = factors
-        self.under_way = []
         self.residual = new_residual(flat, flat.size)
         self.unused = unused
 
@@ -231,10 +263,9 @@ class ShardedSum(CompressedSum):
         compressor: Compressor,
         unused: Tensor,
     ):
-        self.group = group
+        super().__init__(group)
         self.compressor = compressor
         self.sum_compressor = sum_compressor(compressor, group.size)
-        self.under_way = []
         self.residual = new_residual(flat, flat.size)
         self.unused = unused
         self.owned = {at.start: owned_shard(at, group.rank, group.size) for at in slices}

@@ -4,97 +4,45 @@
              └── replica 1: every steps ──┘   or the outer optimizer's step on that mean
 
 Replicas exchange how far they have come (agreed - own weights), which is what compresses well.
-An agreement costs what a step of ddp costs, so bytes go down by `every`.
+An agreement costs what a step of ddp costs, so bytes go down by `every`. With `overlap` it runs
+beside the next steps; fragments of the model take turns:
+
+    step           4      8      12     16     20     24             every=16, fragments=4, delay=6
+    fragment 0     sent ─────▸ applied         sent ─────▸ applied
+    fragment 1            sent ─────▸ applied         sent ─────▸ …
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.group import Op
-from shoal.errors import CheckpointError
 from shoal.runtime.trace import MIX
-from shoal.server.model.expected_state import Form, expected_state, misfit
-from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms import Localsgd
 from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, compressed_sum, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
+from shoal.sync.outer_optimizer import Outer, outer_state_bytes
 from shoal.sync.replica_mean import kept, mean_state
 
 
-class Outer:
-    """`nesterov(lr=0.7)` and the like, on the flat buffer: all of them work element by element.
+@dataclass(eq=False)
+class Fragment:
+    """A slice of the buffer, and what is under way of it."""
 
-    Momentum comes in gradually: in round r it is r / (r + warmup), up to the one asked for. Early
-    outer gradients all point the same way, and momentum of 0.9 would make ten of each of them.
-    """
-
-    def __init__(self, text: str, weights: nn.Parameter):
-        self.name, self.settings = outer_settings(text)
-        self.weights = weights
-        self.rounds = 0
-        lr = self.settings["lr"]
-        self.optimizer: torch.optim.Optimizer
-        if self.name == "adam":
-            betas = self.settings["beta1"], self.settings["beta2"]
-            self.optimizer = torch.optim.Adam([weights], lr, betas, self.settings["eps"])
-        else:
-            momentum = self.settings["momentum"]
-            nesterov = self.name == "nesterov"
-            self.optimizer = torch.optim.SGD([weights], lr, momentum, nesterov=nesterov)
-
-    def step(self, difference: Tensor) -> None:
-        """One round: `difference` is how far the replicas have come, downhill from the weights."""
-        self.rounds += 1
-        if self.settings.get("momentum"):
-            warm = self.rounds / (self.rounds + self.settings["warmup"])
-            self.optimizer.param_groups[0]["momentum"] = min(self.settings["momentum"], warm)
-        self.weights.grad = difference
-        self.optimizer.step()
-        self.weights.grad = None
-
-    def state(self) -> dict[str, Tensor]:
-        held = self.optimizer.state[self.weights]
-        tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
-        tensors["rounds"] = torch.tensor([self.rounds])
-        return {f"{self.name}/{key}": value for key, value in tensors.items()}
-
-    def check_state(self, saved: dict[str, Tensor]) -> None:
-        """Refuse what `load_state` could not take: all of the optimizer's tensors, or none."""
-        state = under(f"{self.name}/", saved)
-        if "rounds" in state:
-            compressed_sum.check_number(state.pop("rounds"))
-        expected = (expected_state(self.optimizer) or {}).get(self.weights, {})
-        if state and set(state) != set(expected):
-            raise CheckpointError(
-                f"the checkpoint's state of the outer optimizer has {', '.join(sorted(state))}, "
-                f"and {self.name} needs {', '.join(sorted(expected))}"
-            )
-        for key, tensor in state.items():
-            if problem := misfit(key, Form.of(tensor), self.weights, expected):
-                raise CheckpointError(f"the checkpoint's state of the outer optimizer: {problem}")
-
-    def load_state(self, saved: dict[str, Tensor]) -> None:
-        """Load what the same optimizer has saved; ignore what another one has."""
-        state = under(f"{self.name}/", saved)
-        if "rounds" in state:
-            self.rounds = int(state.pop("rounds"))
-        for key, tensor in state.items():
-            device = self.weights.device if tensor.dim() else "cpu"
-            self.optimizer.state[self.weights][key] = tensor.to(device, copy=True)
-
-
-def outer_state_bytes(text: str, buffer_bytes: int) -> int:
-    """What the state of an outer optimizer takes after its first step."""
-    name, settings = outer_settings(text)
-    if name == "adam":
-        return 2 * buffer_bytes + torch.float32.itemsize  # two moments, and the number of steps
-    return buffer_bytes if settings["momentum"] else 0
+    memory_column: ClassVar[str] = "in_flight"
+    at: slice
+    due: int  # it is sent after so many steps of a round
+    left: int = 0  # steps until its average is applied; 0: none is under way
+    difference: Tensor | None = None  # to the agreed weights: its own, then the mean of all
+    origin: Tensor | None = None  # the weights of this replica when it was sent
+    is_here: bool = False  # `difference` is the mean
 
 
 class LocalSgdSync(Sync):
@@ -104,10 +52,16 @@ class LocalSgdSync(Sync):
     decay) it is ddp: momenta stay local, and their mean is ddp's momentum. Clipping and Adam are
     not linear. `statistics` (BatchNorm's running ones) are averaged with the weights.
 
+    With `overlap` an average is applied `delay` steps after it was sent, on top of what the
+    replica has learned in between: weights = agreed + (weights - weights when sent). So each
+    step of a replica is in exactly one average. The step at which it is applied is fixed, however
+    long the messages take: every run has the same bits. Statistics stay local between evaluations.
+
     Evaluating and saving see the average of the replicas, also between two agreements, and
     leave training as it was. A checkpoint holds that average, the mean of the inner optimizers'
-    states (rank 0's where replicas keep different ones), the weights agreed last, and the outer
-    optimizer's state; all replicas go on from it alike.
+    states (rank 0's where replicas keep different ones), the weights agreed last, the outer
+    optimizer's state, and the averages that are under way, for which saving waits; all replicas
+    go on from it alike.
     """
 
     collects = False
@@ -122,34 +76,46 @@ class LocalSgdSync(Sync):
         self.traffic = StepTraffic()
         self.group = self.traffic.count(flat, replica.group)
         self.every = term.every
+        self.delay = term.steps_under_way
         self.statistics = replica.statistics
         self.gradient_scale = float(self.group.size)
-        self.agreed = nn.Parameter(flat.data.clone(), requires_grad=False)
+        self.agreed = flat.data.clone()
         self.since = 0
         self.undo_steps = term.every if term.elastic else 0
-        self.outer = Outer(term.outer, self.agreed) if term.outer else None
-        self._body = slice(flat.offset, flat.size)
-        self.sums: compressed_sum.CompressedSum | None = None
+        slices = [at for at in flat.shards(term.fragments) if at.start < at.stop]
+        # the loss travels with the weights, where something waits for them at all
+        is_apart = self.delay or term.compress or len(slices) > 1
+        self._sends_header = flat.offset > 0 and not is_apart
+        if self._sends_header:
+            slices = [slice(0, flat.size)]
+        self.fragments = [
+            Fragment(at, (i + 1) * term.every // len(slices)) for i, at in enumerate(slices)
+        ]
+        self.outer = Outer(term.outer, self.agreed, slices) if term.outer else None
+        self.sums = compressed_sum.Sum(self.group)
         if term.compress:
             self.sums = compressed_sum.make_compressed_sum(
-                term.compress, flat, self.group, [self._body], replica.copies
+                term.compress, flat, self.group, slices, replica.copies
             )
-        self._gaps = flat.gaps()
-        self._copies = replica.copies
+        gaps = flat.gaps()
+        self._gaps = [gaps[(gaps >= at.start) & (gaps < at.stop)] - at.start for at in slices]
+        self._copies = replica.copies if term.compress else None  # sums in full are equal anyway
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
 
     @property
     def is_agreed(self) -> bool:  # type: ignore[override]
-        return self.since == 0
+        return self.since == 0 and not self.delay and len(self.fragments) == 1
 
     def regroup(self) -> None:
         """Training goes on from the weights that replicas agreed on last."""
         self.group = self.traffic.count(self.flat, self._replicas)
+        self.sums.group = self.group
         self.gradient_scale = float(self.group.size)
 
     def undo(self) -> None:
         self.since = 0
+        self.sums.under_way.clear()
 
     def begin(self) -> None:
         self._loss = None
@@ -157,9 +123,15 @@ class LocalSgdSync(Sync):
     def spread(self) -> None:
         self.traffic.steps += 1
         self.since += 1
-        if self.since >= self.every:
-            with self.update.tracer.span(MIX, f"agree on weights after {self.every} steps"):
-                self._agree()
+        for number, fragment in enumerate(self.fragments):
+            if fragment.left:
+                self._come_nearer(number, fragment)
+            if fragment.due == self.since:
+                with self.update.tracer.span(MIX, f"agree on weights after {self.every} steps"):
+                    self._send(fragment)
+                    if not self.delay:
+                        self._apply(number, fragment)
+        self.since %= self.every
 
     def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the global batch where replicas agree; else the mean over own samples.
@@ -168,42 +140,62 @@ class LocalSgdSync(Sync):
         """
         return local_loss * self.group.size if self._loss is None else self._loss
 
-    def _agree(self) -> None:
-        difference = self.agreed.data - self.flat.data
-        loss = self._add_up(difference)
-        statistics = self._mean_statistics()
-        # all communication is over: from here on a loss interrupts nothing
-        self._loss = loss
-        difference /= self.group.size
-        if self.outer is None:
-            self.agreed.data -= difference
-        else:
-            self.outer.step(difference)
-        self.flat.data.copy_(self.agreed.data)
-        _put(statistics, self.statistics)
-        self.since = 0
+    def _send(self, fragment: Fragment) -> None:
+        own = self.flat.data[fragment.at]
+        fragment.left, fragment.is_here = self.delay, False
+        fragment.origin = own.clone() if self.delay else None
+        fragment.difference = self.agreed[fragment.at] - own
+        if self._sends_header:
+            fragment.difference[0] = self.flat.grads.header[0]
+        self.sums.start(fragment.difference, fragment.at)
 
-    def _add_up(self, difference: Tensor) -> Tensor:
-        """Sum over all replicas in place; returns the sum of the losses, which travels with it."""
-        loss = self.flat.grads.header[:1]
-        if self.sums is None and self.flat.offset:
-            difference[0] = loss[0]
-            self.group.all_reduce(difference).wait()
-            loss = difference[:1].clone()
-            difference[0] = 0.0
-            return loss[0]
-        work = self.group.all_reduce(loss)
-        if self.sums is None:
-            self.group.all_reduce(difference).wait()
-        else:
-            self.sums.start(difference[self._body], self._body)
-            self.sums.finish()
-        work.wait()
-        difference[self._gaps] = 0.0
-        if self.sums is not None:
+    def _come_nearer(self, number: int, fragment: Fragment) -> None:
+        fragment.left -= 1
+        is_halfway = self.sums.num_stages == 2 and fragment.left == self.delay // 2
+        if is_halfway and not fragment.is_here:
+            self.sums.advance(fragment.at.start)  # its second stage, at the same step on all ranks
+        if fragment.left == 0:
+            with self.update.tracer.span(MIX, f"apply the average of {self.delay} steps ago"):
+                self._apply(number, fragment)
+
+    def _receive(self, number: int, fragment: Fragment) -> Tensor:
+        """Wait for the mean of all replicas' differences."""
+        assert fragment.difference is not None
+        if not fragment.is_here:
+            self.sums.finish_one(fragment.at)
+            if self._sends_header:
+                self._loss = fragment.difference[0].clone()
+                fragment.difference[0] = 0.0
+            fragment.difference[self._gaps[number]] = 0.0
             self.sums.clear_unused()
-            compressed_sum.synchronize_copies(self.flat, difference, self._copies)
-        return loss[0].clone()
+            compressed_sum.synchronize_copies(
+                self.flat, fragment.difference, self._copies, fragment.at.start
+            )
+            fragment.difference /= self.group.size
+            fragment.is_here = True
+        return fragment.difference
+
+    def _apply(self, number: int, fragment: Fragment) -> None:
+        if not self.delay and not self._sends_header:
+            loss = self.flat.grads.header[:1]
+            self.group.all_reduce(loss).wait()
+            self._loss = loss[0].clone()
+        difference = self._receive(number, fragment)
+        has_statistics = not self.delay and number == 0
+        statistics = self._mean_statistics() if has_statistics else None
+        # all communication is over: from here on a loss interrupts nothing
+        own, agreed = self.flat.data[fragment.at], self.agreed[fragment.at]
+        if self.outer is None:
+            agreed -= difference
+        else:
+            self.outer.step(number, difference)
+        if fragment.origin is None:
+            own.copy_(agreed)
+        else:
+            own += agreed - fragment.origin
+        if statistics is not None:
+            _put(statistics, self.statistics)
+        fragment.difference = fragment.origin = None
 
     def _mean_statistics(self) -> Tensor:
         if not self.statistics:
@@ -220,53 +212,81 @@ class LocalSgdSync(Sync):
             with self.traffic.uncounted():
                 if optimizer:
                     stack.enter_context(mean_state(self.update.optimizer, self.group))
-                if self.since:
-                    difference = self.agreed.data - self.flat.data
+                if not self.is_agreed:
+                    difference = self.agreed - self.flat.data
                     self.group.all_reduce(difference, Op.MEAN).wait()
                     means = self._mean_statistics()
-                    torch.sub(self.agreed.data, difference, out=self.flat.data)
+                    torch.sub(self.agreed, difference, out=self.flat.data)
                     _put(means, self.statistics)
             yield
 
     def after_load(self) -> None:
-        self.agreed.data.copy_(self.flat.data)
+        self.agreed.copy_(self.flat.data)
         self.since = 0
 
     def state(self) -> dict[str, Tensor]:
         saved = {"since": torch.tensor([self.since])}
-        if self.since:
-            saved["agreed"] = self.agreed.data
+        if not self.is_agreed:
+            saved["agreed"] = self.agreed
+        if any(fragment.left for fragment in self.fragments):
+            saved["left"] = torch.tensor([fragment.left for fragment in self.fragments])
+            saved["under_way"] = torch.zeros_like(self.agreed)
+            for number, fragment in enumerate(self.fragments):
+                if fragment.left:
+                    saved["under_way"][fragment.at] = self._receive(number, fragment)
         if self.outer is not None:
             saved |= self.outer.state()
-        if self.sums is not None:
-            with self.traffic.uncounted():
-                saved |= self.sums.state()
+        with self.traffic.uncounted():
+            saved |= self.sums.state()
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
         saved = under("weights/", tensors)
-        if "agreed" in saved:
-            compressed_sum.check_size(saved["agreed"], self.agreed)
+        for name in {"agreed", "under_way"} & set(saved):
+            compressed_sum.check_size(saved[name], self.agreed)
         if "since" in saved:
             compressed_sum.check_number(saved["since"])
+        for number in saved.get("left", torch.zeros(0)).reshape(-1):
+            compressed_sum.check_number(number)
         if self.outer is not None:
             self.outer.check_state(saved)
-        if self.sums is not None:
-            self.sums.check_state(saved)
+        self.sums.check_state(saved)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         saved = under("weights/", tensors)
         if "agreed" in saved:
-            self.agreed.data.copy_(saved["agreed"])
-            self.since = int(saved["since"].sum()) if "since" in saved else self.every
+            self.agreed.copy_(saved["agreed"])
+            since = int(saved["since"].sum()) if "since" in saved else self.every
+            self.since = min(since, self.every - 1)
+        self._load_under_way(saved)
         if self.outer is not None:
             self.outer.load_state(saved)
-        if self.sums is not None:
-            self.sums.load_state(saved)
-            self.sums.clear_unused()
+        self.sums.load_state(saved)
+        self.sums.clear_unused()
+
+    def _load_under_way(self, saved: dict[str, Tensor]) -> None:
+        """Averages that arrive later. Other fragments than saved leave them to the next average,
+
+        which has all that was learned since the weights that were agreed on.
+        """
+        self.close()
+        left = saved.get("left", torch.zeros(0)).reshape(-1).tolist()
+        is_alike = "under_way" in saved and len(left) == len(self.fragments)
+        for fragment, steps in zip(self.fragments, left if is_alike else [], strict=False):
+            fragment.left = min(steps, self.delay)
+            if fragment.left:
+                fragment.difference = saved["under_way"][fragment.at].to(self.agreed, copy=True)
+                fragment.origin = self.agreed[fragment.at] - fragment.difference
+                fragment.is_here = True
 
     def summary(self) -> list[str]:
         return self.traffic.summary()
+
+    def close(self) -> None:
+        """Other replicas wait for what this one has to give."""
+        self.sums.finish()
+        for fragment in self.fragments:
+            fragment.left, fragment.difference, fragment.origin = 0, None, None
 
 
 def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
@@ -281,21 +301,29 @@ class LocalSgdPlan(SyncPlan[Localsgd]):
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         """With the anchor and the outer optimizer's state.
 
-        When replicas agree, the difference takes the place of the gradients, which are freed.
+        When replicas agree, the difference takes the place of the gradients, which are freed. An
+        average under way is there beside them, with the weights that were sent.
         """
+        term = self.term
         plain = super().memory(sizes, rank, replicas)
-        outer = outer_state_bytes(self.term.outer, sizes.buffer) if self.term.outer else 0
+        slices = [at for at in sizes.flat.shards(term.fragments) if at.start < at.stop]
+        outer = outer_state_bytes(term.outer, sizes.buffer, len(slices)) if term.outer else 0
         copies = sizes.buffer + outer + sizes.gap_index
-        if self.term.elastic:  # what a loss returns to (train/rollback.py)
+        if term.elastic:  # what a loss returns to (train/rollback.py)
             copies += sizes.buffer + plain.optimizer
-        if self.term.compress is None:
-            return replace(plain, copies=copies)
-        body = slice(sizes.flat.offset, sizes.flat.size)
-        compressed = compressed_sum.compressed_memory(
-            self.term.compress, sizes, [body], rank, replicas
-        )
-        in_flight = sizes.buffer + compressed.in_flight
-        return replace(plain, copies=copies, residuals=compressed.residuals, in_flight=in_flight)
+        together = [
+            [slices[(first + i) % len(slices)] for i in range(min(term.most_sent, len(slices)))]
+            for first in range(len(slices))
+        ]
+        tensors = 2 if term.overlap else 1 if term.compress else 0
+        in_flight = [tensors * sizes.width * sum(at.stop - at.start for at in s) for s in together]
+        residuals = 0
+        if term.compress is not None:
+            compressed = partial(compressed_sum.compressed_memory, term.compress, sizes)
+            residuals = compressed(slices, rank, replicas).residuals
+            packed = [compressed(some, rank, replicas).in_flight for some in together]
+            in_flight = [a + b for a, b in zip(in_flight, packed, strict=True)]
+        return replace(plain, copies=copies, residuals=residuals, in_flight=max(in_flight))
 
     def build(self, replica: Replica) -> Sync:
         return LocalSgdSync(replica, self.term)

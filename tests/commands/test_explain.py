@@ -57,6 +57,7 @@ def test_a_hybrid(tmp_path: Path) -> None:
         ('ps(mode="async", compress="bf16")', [("push", 0.5), ("pull", 1.0)], True),
         ("gossip", [("send to neighbours", 2.0)], True),
         ("localsgd(every=4)", [("all_reduce, 1 step of 4", 1.5 / 4)], True),
+        ("localsgd(every=4, fragments=2)", [("all_reduce, 2 steps of 4", 1.5 / 4)], True),
         ("mapreduce", [("reduce, broadcast", 1.5)], True),
         ("hogwild", [], True),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.compress import BLOCK, Compressor, OneBit, PowerSgd, TopK, make_compressor
 from shoal.errors import ShoalError
 
-FLAT = ["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(1)"]
+FLAT = ["fp16", "bf16", "int8", "int4", "onebit", "topk(0.01)", "topk(1)"]
 SIZES = st.sampled_from([1, 7, 8, 255, 256, 257, 511, 512, 513, 2000])
 SCALES = st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e4, 1e30])
 
@@ -51,11 +51,21 @@ def test_half_precision_keeps_8_and_11_bits(numel: int, scale: float, seed: int)
 
 @given(SIZES, SCALES, st.integers(0, 99))
 @settings(deadline=None)
-def test_int8_is_off_by_half_a_step_of_its_chunk(numel: int, scale: float, seed: int) -> None:
+def test_integers_are_off_by_half_a_step_of_their_chunk(
+    numel: int, scale: float, seed: int
+) -> None:
+    """The scale of int4 is a bf16, which is off by up to 1/256."""
     x = numbers(numel, scale, seed)
-    off = (there_and_back("int8", x) - x).abs()
-    for chunk, error in zip(x.split(256), off.split(256), strict=True):
-        assert error.max() <= chunk.abs().max() / 254 * 1.001
+    for text, size, steps, scale_error in (("int8", 256, 254, 1.001), ("int4", 64, 14, 1.06)):
+        off = (there_and_back(text, x) - x).abs()
+        for chunk, error in zip(x.split(size), off.split(size), strict=True):
+            assert error.max() <= chunk.abs().max() / steps * scale_error
+
+
+def test_int4_has_two_numbers_in_a_byte() -> None:
+    x = torch.tensor([-7.0, 7, 0, 3, -1])
+    assert make("int4").pack(x).tolist() == [0x80, 0x3F, 0xF1, 0xB8, 0x07, 0, 0, 0]
+    assert torch.equal(there_and_back("int4", x), x)
 
 
 @given(SIZES, st.integers(0, 99))

@@ -39,7 +39,7 @@ from tests.products import few_or_all
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)
-COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")
+COMPRESSED = ("fp16", "bf16", "int8", "int4", "topk(0.1)", "powersgd(rank=2)", "onebit")
 HEADER = 256  # bytes of loss and flags, which some syncs copy
 STEPS = 8  # as many as localsgd(every=8) needs to agree
 BATCH = 24  # rows
@@ -124,6 +124,8 @@ LOCALSGD = [
     'localsgd(every=2, outer="sgd(lr=1.0)")',
     'localsgd(every=2, outer="nesterov")',
     'localsgd(every=2, outer="adam")',
+    "localsgd(every=2, overlap=True)",
+    'localsgd(every=4, outer="adam", overlap=True, delay=2, fragments=2)',
 ]
 GOSSIP = [f'gossip(graph="{g}")' for g in ("ring", "star", "complete", "one-peer", "exponential")]
 SHARED = [
@@ -187,6 +189,8 @@ def test_workers_hold_what_their_plan_says(
         "ddp(bucket_mb=0.01, compress='{}')",
         "localsgd(every=2, compress='{}')",
         "localsgd(every=1, outer='nesterov', compress='{}')",
+        "localsgd(every=2, fragments=2, compress='{}')",
+        "localsgd(every=4, overlap=True, delay=1, fragments=2, compress='{}')",
         "ps(placement='rank0', compress='{}')",
         "ps(placement='workers', compress='{}')",
         "ps(placement='rank0', quorum=0.75, compress='{}')",

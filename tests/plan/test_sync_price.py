@@ -259,6 +259,19 @@ def test_local_sgd_divides_its_all_reduce_over_its_steps() -> None:
     assert often.sent_bytes == 16 * rarely.sent_bytes
 
 
+def test_steps_hide_an_overlapped_average_up_to_their_own_time() -> None:
+    compute_s = 0.02
+    plain, hidden, part_of_it = (
+        cost(f"localsgd(every=16{more})", alone(8, compute_s=compute_s))
+        for more in ("", ", overlap=True", ", overlap=True, delay=1")
+    )
+    took_s = 16 * part(plain, "weights")
+    assert took_s < 16 * compute_s
+    assert part(hidden, "weights") == 0
+    assert part(part_of_it, "weights") == pytest.approx((took_s - compute_s) / 16)
+    assert hidden.sent_bytes == plain.sent_bytes
+
+
 @pytest.mark.parametrize("text", ["hogwild", 'gossip(mode="async")'])
 def test_shared_memory_of_several_hosts_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="memory of one host"):

@@ -28,7 +28,7 @@ from tests.models import samples
 from tests.plan.test_sync_price import ask, cluster_of
 from tests.products import few_or_all
 
-COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")
+COMPRESSED = ("fp16", "bf16", "int8", "int4", "topk(0.1)", "powersgd(rank=2)", "onebit")
 SYNCS = {name: term for name, term in TERMS.items() if term.role == "sync"}
 TEXTS = [
     "single",
@@ -44,6 +44,7 @@ TEXTS = [
     "gossip(elastic=True)",
     "localsgd(every=8, elastic=True)",
     'localsgd(every=8, outer="adam")',
+    'localsgd(every=8, outer="nesterov", overlap=True, delay=4, fragments=2)',
     "hogwild(momentum=True)",
     *(
         f'{term}, compress="{name}")'
@@ -136,6 +137,7 @@ OTHERS = [
     *("zero(1)", "zero(2)", 'mapreduce(batch="mini")', 'ps(placement="rank0")'),
     *(f'gossip(graph="{graph}")' for graph in ("one-peer", "star")),
     'localsgd(every=4, compress="topk(0.1)")',
+    "localsgd(every=4, overlap=True, fragments=4)",
 ]
 
 

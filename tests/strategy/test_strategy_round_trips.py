@@ -19,7 +19,9 @@ def maybe(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 WHOLE = st.integers(1, 10**9)
 COMPRESS = maybe(
-    st.sampled_from(["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(5e-3)", "topk(1)"])
+    st.sampled_from(
+        ["fp16", "bf16", "int8", "int4", "onebit", "topk(0.01)", "topk(5e-3)", "topk(1)"]
+    )
     | st.integers(1, 999).map(lambda rank: f"powersgd(rank={rank})")
 )
 NAMES = st.text(min_size=1, max_size=12).filter(str.isprintable)
@@ -64,9 +66,17 @@ splittable = st.one_of(
         outer=maybe(st.sampled_from(["sgd", "nesterov(lr=0.7)", "adam(lr=1e-3, eps=0.1)"])),
         compress=COMPRESS,
     ),
+    st.builds(
+        localsgd,
+        every=st.integers(16, 10**9),
+        overlap=st.just(True),
+        delay=maybe(st.integers(1, 16)),
+    ),
 )
-unsplittable = st.builds(hogwild, momentum=FLAG) | st.builds(
-    mapreduce, batch=st.sampled_from(["full", "mini"])
+unsplittable = st.one_of(
+    st.builds(hogwild, momentum=FLAG),
+    st.builds(mapreduce, batch=st.sampled_from(["full", "mini"])),
+    st.builds(localsgd, every=st.just(16), fragments=st.integers(2, 16), compress=COMPRESS),
 )
 tps = st.builds(
     tp,

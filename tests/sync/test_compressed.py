@@ -37,7 +37,7 @@ from tests.models import Partly, mlp, samples
 from tests.products import few_or_all
 from tests.server.helpers import client_of, launched, servers
 
-METHODS = ["fp16", "bf16", "int8", "onebit", "topk(0.05)", "powersgd(rank=2)"]
+METHODS = ["fp16", "bf16", "int8", "int4", "onebit", "topk(0.05)", "powersgd(rank=2)"]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 # of `large` (linear 6x256, 256x180, 180x3 and their biases) at rank 4, or as they are where that
@@ -237,6 +237,7 @@ FEWER = {
     "fp16": ((1.99, 2.01), (1.97, 2.01)),
     "bf16": ((1.99, 2.01), (1.97, 2.01)),
     "int8": ((3.85, 4.0), (3.8, 4.0)),
+    "int4": ((7.4, 7.6), (7.2, 7.6)),
     "onebit": ((29.5, 32.0), (27.0, 32.0)),
     "topk(0.01)": ((38.0, 67.0), (70.0, 100.0)),
     "powersgd(rank=4)": ((12.0, 14.0), (12.0, 14.0)),

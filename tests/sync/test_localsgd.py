@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
-from shoal.errors import StrategyError
+from shoal.errors import NotBuilt, StrategyError
+from shoal.replica.flat_params import FlatParams
 from shoal.strategy.strategy import parse
 from shoal.sync.localsgd import LocalSgdSync
 from shoal.train.job import Job
@@ -187,3 +188,152 @@ def test_between_averages_a_checkpoint_keeps_what_the_next_outer_step_needs(
             assert (sync.since == 0) == (i == 1)
 
     world(3, load)
+
+
+# ------------------------------------------------------------------------------ overlap, fragments
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_a_late_average_keeps_what_was_learned_since_it_was_sent(world: World, delay: int) -> None:
+    """agreed -= 0.5·mean(agreed - sent);  weights += agreed - sent, of two replicas by hand."""
+    steps = 9
+    x, y = samples(8 * steps).tensors
+    batches = list(zip(x.split(8), y.split(8), strict=True))
+    text = f'localsgd(every=3, outer="sgd(lr=0.5)", overlap=True, delay={delay})'
+    options: Any = {"data": batches, "batch_size": None, "optimizer": PLAIN}
+    found = after_training(world, 2, text, weights_of, **options)
+
+    alone = [mlp() for _ in range(2)]
+    agreed = torch.nn.utils.parameters_to_vector(alone[0].parameters()).detach()
+    own, sent = [agreed.clone(), agreed.clone()], [agreed, agreed]
+    for step, (inputs, targets) in enumerate(batches, 1):
+        for rank, model in enumerate(alone):
+            torch.nn.utils.vector_to_parameters(own[rank].clone(), model.parameters())
+            rows = slice(rank * 4, rank * 4 + 4)
+            loss = F.cross_entropy(model(inputs[rows]), targets[rows])
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            own[rank] = own[rank] - 0.1 * torch.nn.utils.parameters_to_vector(grads)
+        if step > delay and (step - delay) % 3 == 0:
+            agreed = agreed - 0.5 * (agreed - (sent[0] + sent[1]) / 2)
+            own = [weights + agreed - then for weights, then in zip(own, sent, strict=True)]
+        if step % 3 == 0:
+            sent = list(own)
+    for flat, expected in zip(found, own, strict=True):
+        model = mlp()
+        torch.nn.utils.vector_to_parameters(expected, model.parameters())
+        torch.testing.assert_close(flat, weights_of_model(model), atol=1e-6, rtol=0)
+
+
+def weights_of_model(model: nn.Module) -> Tensor:
+    return FlatParams(model.named_parameters()).data
+
+
+def test_alone_an_overlapped_average_changes_nothing(world: World) -> None:
+    plain, late = (
+        after(world, 1, text, weights_of, steps=11)[0]
+        for text in ("single", "localsgd(every=3, overlap=True, fragments=2)")
+    )
+    torch.testing.assert_close(late, plain, atol=1e-6, rtol=0)
+
+
+def test_fragments_have_every_parameter_once_and_take_turns(world: World) -> None:
+    """Of 8 steps: fragment 0 in steps 2 and 6, fragment 1 in steps 4 and 8."""
+    text = "localsgd(every=4, fragments=2)"
+    models = [mlp(), mlp()]
+
+    def body(group: Group) -> list[list[bool]]:
+        job, step, sync = start(group, text, models[group.rank])
+        flat = step.flat
+        assert [f.due for f in sync.fragments] == [2, 4]
+        dealt = [i for f in sync.fragments for i in flat.params_in(f.at)]
+        assert dealt == list(range(len(flat.params)))
+        equal = []
+        for batch in job.batches(samples(64), 8):
+            step(batch)
+            spread = mean(group, flat.data) - flat.data
+            equal.append([not spread[f.at].any() for f in sync.fragments])
+        return equal
+
+    for equal in world(2, body):
+        assert [at for at, (first, _) in enumerate(equal, 1) if first] == [2, 6]
+        assert [at for at, (_, second) in enumerate(equal, 1) if second] == [4, 8]
+
+
+def test_fragments_send_the_same_bytes_in_smaller_messages(world: World) -> None:
+    def look(job: Job, step: Step, losses: Any) -> int:
+        return int(step.sync.report()["bytes_sent"])
+
+    one, four = (
+        after(world, 2, f"localsgd(every=4, overlap=True, fragments={k})", look, steps=8)[0]
+        for k in (1, 4)
+    )
+    assert one == four
+
+
+LATE = [
+    'localsgd(every=4, outer="nesterov(lr=0.7)", overlap=True)',
+    'localsgd(every=4, outer="adam(lr=0.1)", overlap=True, delay=3, fragments=2)',
+    'localsgd(every=4, outer="nesterov", overlap=True, delay=3, fragments=2, compress="int4")',
+    'localsgd(every=4, overlap=True, compress="powersgd(rank=1)")',
+]
+
+
+@pytest.mark.parametrize("text", LATE)
+def test_late_averages_have_the_same_bits_in_every_run_and_saving_changes_none(
+    world: World, tmp_path: Path, text: str
+) -> None:
+    def body(group: Group, models: list[nn.Module], saves: bool) -> Tensor:
+        job, step, _ = start(group, text, models[group.rank])
+        for batch in job.batches(samples(64), 8, epochs=9, steps=14):
+            step(batch)
+            if saves:
+                job.save(tmp_path)
+                job.evaluate(F.cross_entropy, samples(8))
+        job.close()
+        return step.flat.data.clone()
+
+    runs = [
+        world(2, partial(body, models=[mlp(), mlp()], saves=saves))
+        for saves in (False, False, True)
+    ]
+    for other in runs[1:]:
+        assert all(map(torch.equal, runs[0], other))
+
+
+@pytest.mark.parametrize("text", LATE[:2])
+@pytest.mark.parametrize("saved_at", [5, 8, 9, 11])
+def test_a_checkpoint_has_what_is_under_way(
+    world: World, tmp_path: Path, text: str, saved_at: int
+) -> None:
+    """One replica, which is its own mean, continues as if it had not been interrupted."""
+    finish: Any = {"data": samples(64), "batch_size": 8, "epochs": 9, "steps": 16}
+
+    def save(job: Job, step: Any, losses: Any) -> None:
+        job.save(tmp_path)
+
+    [whole] = after_training(world, 1, text, weights_of, **finish)
+    after_training(world, 1, text, save, **{**finish, "steps": saved_at})
+    [continued] = after_training(world, 1, text, weights_of, **finish, load=tmp_path)
+    torch.testing.assert_close(continued, whole, atol=1e-5, rtol=0)
+    other = text.replace("every=4", "every=5, fragments=3").replace(", fragments=2", "")
+    after_training(world, 1, other, weights_of, **finish, load=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("delay=2", "delay=2 is for overlap=True"),
+        ("every=4, overlap=True, delay=5", "delay=5 is more than every=4"),
+        ("every=4, fragments=5", "fragments=5 is more than every=4"),
+        ("overlap=True, elastic=True", "takes neither overlap nor fragments: after a loss"),
+        ("fragments=2, elastic=True", "takes neither overlap nor fragments: after a loss"),
+    ],
+)
+def test_late_averages_that_make_no_sense_are_refused(options: str, sentence: str) -> None:
+    with pytest.raises(StrategyError, match=sentence):
+        parse(f"localsgd({options})")
+
+
+def test_fragments_of_a_split_replica_are_refused() -> None:
+    with pytest.raises(NotBuilt, match="averaged at different steps; take localsgd"):
+        parse("localsgd(fragments=2) + pp(2)").require_built()

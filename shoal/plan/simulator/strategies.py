@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
+from shoal.errors import BadInput
 from shoal.plan.predict import (
     PlanSettings,
     Predictor,
@@ -143,6 +144,11 @@ def simulate_strategy(
     term: Any = value.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings)
     size = cluster.of_size(workers)
+    if getattr(term, "overlap", False):
+        raise BadInput(
+            f"averages of {term} are under way for several steps, which is not simulated: leave "
+            "out --simulate, or `shoal rehearse` it"
+        )
     agreeing = price_of(term, question).agreeing
     if agreeing.way == "servers":
         serving = Serving(term, question)

@@ -2,7 +2,7 @@
 
 How many bytes `compress="…"` makes of some numbers, as the runtime packs them.
 
-fp16 bf16 int8 onebit topk    sums by shards: an all-to-all of packed shards, then an
+fp16 bf16 int8 int4 …         sums by shards: an all-to-all of packed shards, then an
                               all-gather of packed sums: 2 (p-1)/p of the packed size
 powersgd                      all-reduces of P and of Q
 """
@@ -17,6 +17,7 @@ from shoal.plan.sync_price.flat_sizes import Buckets, Factors, FlatSizes
 from shoal.strategy.options import read_setting
 
 _INT8_CHUNK = 256
+_INT4_CHUNK = 64
 _ONEBIT_CHUNK = 512
 _TOPK_BLOCK = 65_536
 _MOST_KEPT = 4  # topk: a sum has at most so many times the elements that a replica sends
@@ -45,6 +46,8 @@ def _raw_bytes(name: str, settings: dict[str, float], elements: float) -> float:
             return 4 + 2 * elements
         case "int8":
             return 4 * math.ceil(elements / _INT8_CHUNK) + elements
+        case "int4":
+            return 2 * math.ceil(elements / _INT4_CHUNK) + math.ceil(elements / 2)
         case "onebit":
             return 4 + math.ceil(elements / _ONEBIT_CHUNK) * (2 + _ONEBIT_CHUNK // 8)
         case "topk":
@@ -108,17 +111,21 @@ def compressed_time(question: SyncQuestion, compress: str, elements: float) -> C
     return CompressedTime(there.seconds + back.seconds, packing_s, slower.bound, packed.sent)
 
 
-def compressed_memory(question: SyncQuestion, compress: str, slices: list[Buckets]) -> float:
-    """What is kept from step to step, and the most that is on its way: all slices at once."""
+def compressed_memory(
+    question: SyncQuestion, compress: str, slices: list[Buckets], at_once: int | None = None
+) -> float:
+    """What is kept from step to step, and the most that is on its way: `at_once` of all slices."""
     sizes, n, gaps = question.sizes, question.replicas, question.gaps
     kept = sizes.size * RESIDUAL_BYTES + INDEX_BYTES * gaps
+    number = sum(bucket.number for bucket in slices)
+    share = min(number, at_once or number) / number
     if (factors := factors_of(compress, sizes)) is not None:
         left, right, rest = factors
         first = question.body * RESIDUAL_BYTES + 4 * (left + 2 * rest)
-        return kept + 4 * right + max(first, 4 * (left + rest + right))
+        return kept + 4 * right + share * max(first, 4 * (left + rest + right))
     again = sum_compress(compress, n)
     owed = sum(bucket.number * -(-bucket.elements // n) for bucket in slices)
     first = sum(2 * n * b.number * packed_bytes(compress, -(-b.elements // n)) for b in slices)
     second = sum((n + 1) * b.number * packed_bytes(again, -(-b.elements // n)) for b in slices)
     owed_bytes = owed * RESIDUAL_BYTES + INDEX_BYTES * gaps / n
-    return kept + owed_bytes + max(first, second)
+    return kept + owed_bytes + share * max(first, second)

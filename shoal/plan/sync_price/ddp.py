@@ -1,7 +1,8 @@
 """ddp: gradients are all-reduced bucket by bucket while backward runs; and what is like it.
 
 localsgd: replicas train alone for `every` steps, then average or take an outer step. A step carries
-its share of a round: one all-reduce of the difference to the last agreement, which nothing hides.
+its share of a round: one all-reduce of the difference to the last agreement, which nothing hides,
+or with `overlap` what is left of it after `delay` steps.
 Workers wait for each other once a round, so that part of their noise cancels out.
 """
 
@@ -128,6 +129,8 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
 def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     every = term.every
     agreed, sent = _round(term, question) if question.replicas > 1 else (NO_PART, 0.0)
+    if term.overlap:
+        agreed = _left_of(agreed, term, question)
     passes = _PASSES + (4 if term.outer else 0)
     outer_s = question.device.pass_s(passes * question.parameter_bytes)
     parts = some(
@@ -148,19 +151,27 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     )
 
 
+def _left_of(agreed: Part, term: Any, question: SyncQuestion) -> Part:
+    """What is waited for of a round: of its fragments each has `delay` steps, all have `every`."""
+    step_s, fragments = question.compute_s, term.fragments
+    late_s = agreed.seconds - fragments * term.steps_under_way * step_s
+    return agreed._replace(seconds=max(0.0, late_s, agreed.seconds - term.every * step_s))
+
+
 def _round(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     """One agreement: seconds, and bytes that a worker sends."""
+    number = term.fragments
     if term.compress is None:
-        took = question.collective("all_reduce", question.buffer_bytes)
+        took = question.collective("all_reduce", question.buffer_bytes / number)
         sent = _ring_bytes(question, question.buffer_bytes)
-        return Part("weights", took.seconds, took.bound), sent
-    packed = compressed_time(question, term.compress, question.body)
-    sent = packed.sent_bytes + _ring_bytes(question, question.width)
-    return Part("weights", packed.links_s + packed.packing_s, packed.bound), sent
+        return Part("weights", number * took.seconds, took.bound), sent
+    packed = compressed_time(question, term.compress, question.body / number)
+    sent = number * packed.sent_bytes + _ring_bytes(question, question.width)
+    return Part("weights", number * (packed.links_s + packed.packing_s), packed.bound), sent
 
 
 def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
-    """With the anchor, the outer optimizer's state, and what compression keeps and sends."""
+    """With the anchor, the outer optimizer's state, and what is kept and sent of averages."""
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     states = 0
     if term.outer is not None:
@@ -170,8 +181,11 @@ def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     if term.elastic:
         copies += question.rollback_bytes()
     plain = question.plain_memory()
-    if term.compress is None:
-        return plain._replace(buffers=copies)
-    body = question.body
-    packed = compressed_memory(question, term.compress, [Buckets(1, body, body)])
-    return plain._replace(buffers=copies + packed + buffer_bytes)
+    fragments = question.sizes.shard_sizes(term.fragments)
+    most = max(sum((fragments * 2)[k : k + term.most_sent]) for k in range(term.fragments))
+    tensors = 2 if term.overlap else 1 if term.compress else 0
+    sent = tensors * most * question.precision.parameter_bytes
+    if term.compress is not None:
+        slices = [Buckets(1, size, size) for size in fragments]
+        sent += compressed_memory(question, term.compress, slices, term.most_sent)
+    return plain._replace(buffers=copies + sent)
