@@ -346,6 +346,27 @@ def hot_rows(
 
 
 @app.command()
+def rehearsed(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="The script and its arguments.", show_default="benchmarks/paced.py"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option("--strategy", "-s", help="Repeatable.")
+    ] = None,
+    slow: Annotated[str, typer.Option(help="RANK:Fx; empty: none.")] = "3:3x",
+    until: Annotated[float | None, typer.Option(help="A loss to reach.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each strategy.")] = 2,
+    as_json: options.Json = False,
+) -> None:
+    """`shoal rehearse` beside runs in the lab that is up (`shoal lab up`)."""
+    from benchmarks.rehearsed import PACED, STRATEGIES, run, table_of
+
+    results = run(strategy or STRATEGIES, words or [PACED], slow, until, rounds)
+    show({"results": results}, [table_of(results)], as_json)
+
+
+@app.command()
 def predict(
     models: Annotated[
         str, typer.Option(help="gpt, gpt-medium, gpt-large, mlp, mlp-small, with commas.")
