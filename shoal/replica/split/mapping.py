@@ -106,7 +106,7 @@ class ShardSpec:
 
     def reduce_scatter(self, full: Tensor, group: Group) -> Tensor:
         """This rank's shard of the sum over ranks: one reduce-scatter of padded shards."""
-        shards = [self.take_shard(full, rank).view(-1) for rank in range(group.size)]
+        shards = [self.take_shard(full, rank).reshape(-1) for rank in range(group.size)]
         longest = max(shard.numel() for shard in shards)
         rows = full.new_zeros(group.size, longest)
         for row, shard in zip(rows, shards, strict=True):
@@ -255,6 +255,19 @@ def reduce_scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
     return mapped(
         x, partial(spec.reduce_scatter, group=group), partial(spec.all_gather, group=group)
     )
+
+
+def gather_rows(rows: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, in their order; a gradient is the sum of those of all ranks.
+
+    Ranks may have different numbers of them.
+    """
+    counts = torch.zeros(group.size, dtype=torch.int64, device=rows.device)
+    counts[group.rank] = len(rows)
+    group.all_reduce(counts).wait()
+    ends = [0, *counts.cumsum(0).tolist()]
+    ranges = tuple((range(a, b),) for a, b in itertools.pairwise(ends))
+    return gather_sequence(rows, ShardSpec(0, ranges), group)
 
 
 def apply_flat(tensors: Sequence[Tensor], apply: Callable[[Tensor], Work]) -> None:
