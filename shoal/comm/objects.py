@@ -361,6 +361,13 @@ class PytreeChannel:
             raise self._damaged(src, "a message without a description")
         return self._recv_tensors(self._received[src, tag], src, tag)
 
+    def gather(self, tree: Tree, tag: int) -> list[Tree]:
+        """The trees of all ranks on the first one; the others get their own."""
+        if self.group.rank != 0:
+            self.send(tree, 0, tag).wait()
+            return [tree]
+        return [tree, *(self.recv(rank, tag) for rank in range(1, self.group.size))]
+
     def _recv_description(self, length: int, src: int, tag: int) -> bytes:
         if not 0 < length <= MAX_DESCRIPTION_BYTES:
             raise self._damaged(src, f"a description of {length} bytes")

@@ -118,13 +118,7 @@ class ExpertSplit(SlicedTensors):
 
     def gather(self, tree: Tree) -> list[Tree]:
         """The trees of all ranks on the first one; the others get their own."""
-        if not self._owner:
-            return [tree]
-        if self.group.rank != 0:
-            self._channel.send(tree, 0, _GATHER_TAG).wait()
-            return [tree]
-        others = range(1, self.group.size)
-        return [tree, *(self._channel.recv(rank, _GATHER_TAG) for rank in others)]
+        return self._channel.gather(tree, _GATHER_TAG) if self._owner else [tree]
 
     # ------------------------------------------------------------------ inside
 

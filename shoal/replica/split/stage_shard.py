@@ -145,12 +145,8 @@ class StageShard(ReplicaShard):
         return number.to(loss.dtype)
 
     def gather(self, tree: Tree) -> list[Tree]:
-        trees = super().gather(tree)
-        if self.group.rank != 0:
-            self.channel.send(trees, 0, 0).wait()
-            return trees
-        others = [self.channel.recv(stage, 0) for stage in range(1, self.group.size)]
-        return [tree for stage in (trees, *others) for tree in stage]
+        by_stage = self.channel.gather(super().gather(tree), 0)
+        return [tree for trees in by_stage for tree in trees]
 
     @torch.no_grad()
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
