@@ -23,11 +23,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
+from shoal.comm.group import Group, group_by_number
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import TensorSlot
-from shoal.replica.split.traced_collectives import collective
 from shoal.transport.transport import Work
+
+
+def collective(verb: str, group: Group, *tensors: Tensor) -> None:
+    """`group.verb(*tensors)`; the first one is changed in place.
+
+    torch.compile keeps each as one operation of its graph. Workers with the same layers get the
+    same graph, so they call their collectives in the same order.
+    """
+    if torch.compiler.is_compiling():
+        getattr(torch.ops.shoal, verb)(*tensors, group.number)
+    else:
+        getattr(group, verb)(*tensors).wait()
+
+
+_library: Any = torch.library.Library("shoal", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, _tensors in (
+    ("all_reduce", "Tensor(a!) data"),
+    ("all_gather", "Tensor(a!) out, Tensor data"),
+    ("reduce_scatter", "Tensor(a!) out, Tensor data"),
+):
+
+    def _run(*given: Any, verb: str = _name) -> None:
+        *tensors, number = given
+        getattr(group_by_number(number), verb)(*tensors).wait()
+
+    _library.define(f"{_name}({_tensors}, int group) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _device)
+    _library.impl(_name, lambda *given: None, "Meta")
 
 
 def even_ranges(size: int, ranks: int, unit: int = 1) -> list[range]:
