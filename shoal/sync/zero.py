@@ -16,9 +16,10 @@ A step moves each gradient once and each parameter once (zero(3): twice), as ddp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -349,15 +350,11 @@ def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter
     return [flat.named[i] for i in flat.params_in(shard)]
 
 
-def sum_over_shards(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
+def sum_over_shards(flat: FlatParams, group: Group, squares: Tensor) -> Tensor:
     """The sum of squares over all shards, from that of this one."""
-
-    def over(squares: Tensor) -> Tensor:
-        total = squares.to(flat.device)
-        group.all_reduce(total).wait()
-        return total
-
-    return over
+    total = squares.to(flat.device)
+    group.all_reduce(total).wait()
+    return total
 
 
 @runs(Zero)
@@ -391,7 +388,7 @@ class ZeroPlan(SyncPlan[Zero]):
         if exact:  # every rank has the full gradient
             return Ownership(named, GradNorm(params=flat.params))
         counted = [p for _, p in owned_params(flat, dp)] if self.term.elastic else None
-        return Ownership(named, GradNorm(sum_over_shards(flat, dp), counted=counted))
+        return Ownership(named, GradNorm(partial(sum_over_shards, flat, dp), counted=counted))
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)
