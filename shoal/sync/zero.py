@@ -32,7 +32,7 @@ from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules import buffer_layout
 from shoal.strategy.sync_terms import Zero
-from shoal.sync import Ownership, Replica, StepTraffic, Sync, SyncPlan, runs
+from shoal.sync import CountedSync, Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
@@ -171,7 +171,7 @@ class _Sent(NamedTuple):
     memory: Tensor
 
 
-class ZeroReduce(Sync):
+class ZeroReduce(CountedSync):
     """Buckets lie inside shards and are reduced to their owners, in fixed order.
 
     zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
@@ -182,24 +182,20 @@ class ZeroReduce(Sync):
     its memory is needed, or when backward has ended.
     """
 
-    traffic: StepTraffic
-
     def __init__(
         self, replica: Replica, stage: int, sharded: ShardedUpdate, bucket_bytes: int | None = None
     ):
         """`bucket_bytes`: by default they follow from the sizes of shards."""
-        self.flat = replica.flat
+        super().__init__(replica)
         self._bucket_bytes = bucket_bytes
         self.sharded = sharded
         self.movable = sharded.movable
         self.every_microbatch = stage > 1
-        self._replicas = replica.group
         self._gathering = self.flat.group if isinstance(self.flat, ShardedParams) else None
-        self.traffic = StepTraffic()
         self.regroup()
 
     def regroup(self) -> None:
-        self.group = self.traffic.count(self.flat, self._replicas)
+        super().regroup()
         if isinstance(self.flat, ShardedParams) and self._gathering is not None:
             self.flat.group = self._gathering.counted(self.traffic)
         self.sharded.regroup(self.group)

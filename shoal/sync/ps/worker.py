@@ -203,9 +203,8 @@ class PsWorker(Sync):
     def __init__(
         self, context: PsContext, push: GradientPush, updates: UpdateOnServers, leader: Leader
     ):
+        super().__init__(context.replica)
         self.context = context
-        self.flat = context.replica.flat
-        self.update = context.replica.update
         self.client = context.client
         self.lead = context.rule.lead
         self.push = push
