@@ -256,8 +256,6 @@ def decode(data: bytes | memoryview) -> Any:
 
 def all_gather_object(group: Group, value: Any) -> list[Any]:
     """The values of all ranks, in the order of ranks, on every rank. All ranks call it."""
-    if group.size == 1:
-        return [decode(encode(value))]
     encoded = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
     lengths = torch.empty(group.size, dtype=torch.int64)
     group.all_gather(lengths, torch.tensor([encoded.numel()])).wait()
