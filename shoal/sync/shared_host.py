@@ -24,7 +24,7 @@ from shoal.replica.peer_sum import readable_peers
 from shoal.schedules.buffer_layout import LARGE_BYTES, SHARED_BYTES, BufferLayout
 from shoal.sync import Replica
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
+from shoal.sync.optimizer_step import make_optimizer
 from shoal.transport.shm import memfd
 from shoal.transport.shm.private_pages import PrivatePages
 
@@ -119,7 +119,9 @@ def share(
     flat, update = replica.flat, replica.update
     if not (replica.is_whole and pays(flat, replica.group, wanted) and flat.header_fits):
         return None
-    whole = _of_all_parameters(update, flat)
+    whole = update.optimizer  # where each rank owns a shard of the state, its own is of that shard
+    if len(update.named) != len(flat.named):
+        whole = make_optimizer(update.factory, flat.named)
     if update.scaler is not None or not takes_slices(whole):
         return None
     if any(p.is_complex() for p in flat.params):
@@ -174,9 +176,3 @@ def shared_memory(
         optimizer=round(sum(sizes.state[name] * share for name, share in shares.items())),
         copies=(length + layout.header_size) * sizes.width,
     )
-
-
-def _of_all_parameters(update: OptimizerStep, flat: FlatParams) -> torch.optim.Optimizer:
-    """Where each rank owns a shard of the state, its own is of that shard."""
-    is_whole = len(update.named) == len(flat.named)
-    return update.optimizer if is_whole else make_optimizer(update.factory, flat.named)

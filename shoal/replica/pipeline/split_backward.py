@@ -61,7 +61,9 @@ class SplitBackward:
     def _full_backward(self) -> WeightGrads:
         if not self._roots:
             return []
-        weights = _parameters_behind(self._roots)
+        nodes = (node for node, _ in _walk(_outputs_of(self._roots)))
+        leaves = dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable"))
+        weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         grads = torch.autograd.grad(self._roots, weights, self._grads, allow_unused=True)
         return [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
 
@@ -141,8 +143,3 @@ def _weight(node: Node) -> Tensor | None:
         if len(children) != 1:
             return None
         node = children[0][0]
-
-
-def _parameters_behind(roots: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [node.variable for node, _ in _walk(_outputs_of(roots)) if hasattr(node, "variable")]
-    return [leaf for leaf in dict.fromkeys(leaves) if isinstance(leaf, nn.Parameter)]
