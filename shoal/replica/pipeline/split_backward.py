@@ -61,9 +61,7 @@ class SplitBackward:
     def _full_backward(self) -> WeightGrads:
         if not self._roots:
             return []
-        nodes = (node for node, _ in _walk(_outputs_of(self._roots)))
-        leaves = dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable"))
-        weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        weights = [leaf for leaf in leaves_of(self._roots) if isinstance(leaf, nn.Parameter)]
         grads = torch.autograd.grad(self._roots, weights, self._grads, allow_unused=True)
         return [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
 
@@ -110,6 +108,12 @@ def _from_junctions(
 
 def _outputs_of(roots: Sequence[Tensor]) -> list[NodeOutput]:
     return [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
+
+
+def leaves_of(roots: Sequence[Tensor]) -> dict[Tensor, None]:
+    """The tensors that a backward from `roots` adds gradients to, in the order of a walk."""
+    nodes = (node for node, _ in _walk(_outputs_of(roots)))
+    return dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable"))
 
 
 def _walk(starts: Sequence[NodeOutput]) -> list[NodeOutput]:
