@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.replica.deferred_init import DeferredInit
+from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
@@ -437,10 +437,4 @@ class ZeroPlan(SyncPlan[Zero]):
 def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:
     """Bring to the device what is not sharded: frozen parameters and buffers."""
     trained = {id(p) for p in flat.params}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None and id(p) not in trained and not p.is_meta:
-                p.data = p.data.to(device)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+    move([slot for slot in tensor_slots(model) if id(slot.tensor) not in trained], device)
