@@ -34,7 +34,6 @@ class TcpInterHost:
     def __init__(self, transport: TcpTransport, ring: TcpTransport, rack: int | None = None):
         """`rack` hosts are in a rack, one rack after the other; None: one rack, or not known."""
         self._transports = (transport, ring)
-        self._ranks = [transport.ranks[rank] for rank in range(transport.size)]
         self._short = Scheduled(transport, link=_LINK)
         self._long = Scheduled(ring, _algorithms(rack), link=_LINK)
         self.labels = list(range(transport.size))  # the ranks of the group, for errors
