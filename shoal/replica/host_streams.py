@@ -118,11 +118,6 @@ def _numpy_words() -> ctypes.Array[ctypes.c_uint32] | None:
     return _words_at(generator.ctypes.state_address, [*map(int, state), int(position)])
 
 
-def _of_numpy(numpy: Any) -> _Stream:
-    get, put = numpy.random.get_state, numpy.random.set_state
-    return _Stream(get, put, lambda s: numpy.random.seed(s % 2**32), _numpy_words())
-
-
 class HostStreams:
     """Those of Python and numpy in this process; numpy's from when it is imported."""
 
@@ -167,7 +162,9 @@ class HostStreams:
             self._begin(*([_TorchStream()] if self._with_torch else []), python)
         if not self._has_numpy and "numpy" in sys.modules:
             self._has_numpy = True
-            self._begin(_of_numpy(sys.modules["numpy"]))
+            numpy: Any = sys.modules["numpy"].random
+            get, put = numpy.get_state, numpy.set_state
+            self._begin(_Stream(get, put, lambda s: numpy.seed(s % 2**32), _numpy_words()))
         return self._all
 
     def _begin(self, *streams: _Stream) -> None:
