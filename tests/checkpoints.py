@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
-from shoal.train.checkpoints.digests import file_digest
 from shoal.train.checkpoints.files import digest_of
+from shoal.train.checkpoints.tensor_file import file_digest
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.models import mlp, samples

@@ -256,8 +256,6 @@ def decode(data: bytes | memoryview) -> Any:
 
 def all_gather_object(group: Group, value: Any) -> list[Any]:
     """The values of all ranks, in the order of ranks, on every rank. All ranks call it."""
-    if group.size == 1:
-        return [decode(encode(value))]
     encoded = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
     lengths = torch.empty(group.size, dtype=torch.int64)
     group.all_gather(lengths, torch.tensor([encoded.numel()])).wait()
@@ -360,6 +358,13 @@ class PytreeChannel:
         if (src, tag) not in self._received:
             raise self._damaged(src, "a message without a description")
         return self._recv_tensors(self._received[src, tag], src, tag)
+
+    def gather(self, tree: Tree, tag: int) -> list[Tree]:
+        """The trees of all ranks on the first one; the others get their own."""
+        if self.group.rank != 0:
+            self.send(tree, 0, tag).wait()
+            return [tree]
+        return [tree, *(self.recv(rank, tag) for rank in range(1, self.group.size))]
 
     def _recv_description(self, length: int, src: int, tag: int) -> bytes:
         if not 0 < length <= MAX_DESCRIPTION_BYTES:

@@ -182,12 +182,10 @@ def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
         return Torch(world)
     transport, order = _between_all(spec, world)
 
-    from shoal.comm.executors.scheduled import Ordered, Scheduled
+    from shoal.comm.executors.scheduled import ForRanks, Ordered, Scheduled
 
     algorithm: Algorithm = Ordered(spec.algorithm, order)
     if is_user_function(spec.algorithm):  # it is made and proven for the replicas
-        from shoal.comm.executors.scheduled import ForRanks
-
         algorithm = ForRanks(spec.algorithm, spec.replicas)
     return Scheduled(transport, {"all_reduce": algorithm}, background=True)
 

@@ -31,6 +31,7 @@ from shoal.data.sampling import FullDatasetBatch
 from shoal.errors import StopTraining
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
+from shoal.replica.pipeline.replay_lineage import writes
 from shoal.replica.tensor.linear import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines import accumulate
@@ -327,7 +328,7 @@ class DoublePrecision(TorchFunctionMode):
             func = grouped_mm
         dtypes = {t.dtype for t in _tensors([*args, *kwargs.values()])}
         widen = torch.float64 in dtypes  # and then float32 beside it
-        first = args[:1] if _writes(func, kwargs) else ()
+        first = args[:1] if writes(func) else ()
         rest = [_replaced(value, widen) for value in args[len(first) :]]
         named = {key: _replaced(value, widen) for key, value in kwargs.items() if key != "out"}
         return func(*first, *rest, **named, **{k: v for k, v in kwargs.items() if k == "out"})
@@ -354,13 +355,6 @@ def compute_in_double(step: Step) -> None:
             yield
 
     step.engine.autocast = both
-
-
-def _writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether its first argument is written to, and has to stay what it is."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or name.startswith("__i")
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

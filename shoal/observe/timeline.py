@@ -197,12 +197,9 @@ class MeasuredTimeline:
         return found
 
     @cached_property
-    def _arrivals(self) -> Arrivals:
-        return Arrivals(self.trace)
-
-    @cached_property
     def _late(self) -> Mapping[Process, list[tuple[int, Process]]]:
         """Until when each process waited for whom, in order; a pull is for the server's update."""
+        arrivals = Arrivals(self.trace)
         found: dict[Process, list[tuple[int, Process]]] = {process: [] for process in self.trace}
         made: dict[str, tuple[int, Process]] = {}  # when and on which server, the last of them
         for process, spans in self.trace.items():
@@ -214,7 +211,7 @@ class MeasuredTimeline:
             for span in (s for s in spans if s.kind == trace.WAIT):
                 until_ns, peer = made.get(span.call, (0, process))
                 if not span.start_ns < until_ns <= span.end_ns:
-                    late = self._arrivals.last(process, span)
+                    late = arrivals.last(process, span)
                     until_ns, peer = late[:2] if late else (0, process)
                 if peer != process and peer in found:
                     found[process].append((until_ns, peer))

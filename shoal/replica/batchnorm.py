@@ -25,8 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.split.mapping import sum_over_ranks
-from shoal.replica.split.traced_collectives import collective
+from shoal.replica.split.mapping import collective, sum_over_ranks
 
 _TAKES_STATISTICS = ("mean", "var", "std", "var_mean", "std_mean", "native_batch_norm")
 

@@ -80,7 +80,7 @@ class DeferredInit:
         for module, number in numbers.items():
             self.fill(module)
             for slots in ready.get(number, ()):
-                _move(slots, device)
+                move(slots, device)
                 yield slots
 
 
@@ -136,7 +136,8 @@ def _replace_meta_parameters(module: nn.Module, placeholders: dict[int, nn.Param
             module._parameters[key] = placeholders[id(p)]
 
 
-def _move(slots: list[TensorSlot], device: torch.device) -> None:
+def move(slots: list[TensorSlot], device: torch.device) -> None:
+    """Bring tensors to the device, those without values aside."""
     for slot in slots:
         tensor = slot.tensor
         if tensor.device != device and tensor.device.type != "meta":

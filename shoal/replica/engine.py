@@ -183,7 +183,7 @@ class Engine:
         return loss
 
     @torch.no_grad()
-    def rehearse(self, inputs: Any) -> dict[str, Tensor]:
+    def dry_forward(self, inputs: Any) -> dict[str, Tensor]:
         """A forward in the model's present mode that leaves nothing behind.
 
         Returns what it has written into buffers, by name, besides those of BatchNorm.

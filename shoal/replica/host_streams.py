@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-_WORDS = 624
-
 
 class _Snapshot(NamedTuple):
     state: Any  # None: of a generator that nothing draws from
@@ -120,21 +118,15 @@ def _numpy_words() -> ctypes.Array[ctypes.c_uint32] | None:
     return _words_at(generator.ctypes.state_address, [*map(int, state), int(position)])
 
 
-def _of_numpy(numpy: Any) -> _Stream:
-    get, put = numpy.random.get_state, numpy.random.set_state
-    return _Stream(get, put, lambda s: numpy.random.seed(s % 2**32), _numpy_words())
-
-
 class HostStreams:
     """Those of Python and numpy in this process; numpy's from when it is imported."""
 
     def __init__(self, with_torch: bool = False, is_drawn_from: bool = True) -> None:
         """`is_drawn_from`: whether all are seeded at first."""
-        self._torch = [_TorchStream()] if with_torch else []
+        self._with_torch = with_torch
         self._is_drawn_from = is_drawn_from
         self._all = list[_Stream]()
-        self._python: _Stream | None = None
-        self._numpy: _Stream | None = None
+        self._has_numpy = False
 
     def save(self) -> list[tuple[_Stream, _Snapshot]]:
         return [(stream, stream.save()) for stream in self._streams()]
@@ -165,20 +157,20 @@ class HostStreams:
         return any(stream.is_drawn_from for stream in self._streams())
 
     def _streams(self) -> list[_Stream]:
-        if self._python is None:
-            words = _python_words()
-            self._python = _Stream(random.getstate, random.setstate, random.seed, words)
-            self._begin(*self._torch, self._python)
-            self._all = [*self._torch, self._python]
-        if self._numpy is None and "numpy" in sys.modules:
-            self._numpy = _of_numpy(sys.modules["numpy"])
-            self._begin(self._numpy)
-            self._all = [*self._torch, self._python, self._numpy]
+        if not self._all:
+            python = _Stream(random.getstate, random.setstate, random.seed, _python_words())
+            self._begin(*([_TorchStream()] if self._with_torch else []), python)
+        if not self._has_numpy and "numpy" in sys.modules:
+            self._has_numpy = True
+            numpy: Any = sys.modules["numpy"].random
+            get, put = numpy.get_state, numpy.set_state
+            self._begin(_Stream(get, put, lambda s: numpy.seed(s % 2**32), _numpy_words()))
         return self._all
 
     def _begin(self, *streams: _Stream) -> None:
         for stream in streams:
             stream.begin(self._is_drawn_from)
+        self._all += streams
 
 
 host_streams = HostStreams()

@@ -134,10 +134,7 @@ def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
         and first.device.type == "cpu"
         and first.dtype in (torch.float32, torch.float64)
         and not (
-            kind is torch.optim.SGD and any(_is_sparse(p) for g in groups for p in g["params"])
+            kind is torch.optim.SGD
+            and any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"])
         )
     )
-
-
-def _is_sparse(p: torch.Tensor) -> bool:
-    return p.grad is not None and p.grad.is_sparse

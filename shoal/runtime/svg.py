@@ -16,16 +16,12 @@ _Value = str | float | None
 
 def element(name: str, content: str = "", **attributes: _Value) -> str:
     """Numbers to a tenth of a pixel; `text_anchor` is `text-anchor`, `class_` is `class`."""
-    given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_shown(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    given = ""
+    for key, value in attributes.items():
+        if value is not None:
+            shown = f"{value:.1f}" if isinstance(value, float) else value
+            given += f' {key.rstrip("_").replace("_", "-")}="{shown}"'
     return f"<{name}{given}>{content}</{name}>" if content else f"<{name}{given}/>"
-
-
-def _shown(value: str | float) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def text(x: float, y: float, words: str, kind: str | None = None, **attributes: _Value) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 _NARROWEST = 10  # of a column of words that wraps
@@ -56,17 +56,14 @@ class FittingTable(Table):
     def _blocks(self) -> Iterator[Text]:
         heads = [" ".join(str(column.header).replace("-\n", "").split()) for column in self.columns]
         indent = max(map(len, heads)) + 5
-        for cells, row in zip(zip(*map(_cells, self.columns), strict=True), self.rows, strict=True):
+        columns = [map(str, column.cells) for column in self.columns]
+        for cells, row in zip(zip(*columns, strict=True), self.rows, strict=True):
             nameless = [cell for head, cell in zip(heads[1:], cells[1:], strict=True) if not head]
             text = Text(" ".join([heads[0], cells[0], *nameless]).strip(), style=row.style or "")
             for head, cell in zip(heads[1:], cells[1:], strict=True):
                 if head and cell:
                     text.append(f"\n  {head}".ljust(indent) + " ".join(cell.split()))
             yield text
-
-
-def _cells(column: Column) -> list[str]:
-    return [str(cell) for cell in column.cells]
 
 
 def plain_table(

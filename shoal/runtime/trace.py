@@ -180,7 +180,10 @@ def read_spans(folder: Path) -> Trace:
     for each in sorted(found, key=_place):
         origin_ns = each.origin_ns if isinstance(each.process, int) else origins.get(each.host)
         if origin_ns is not None:
-            spans[each.process] = [_moved(span, -origin_ns) for span in each.spans]
+            spans[each.process] = [
+                s._replace(start_ns=s.start_ns - origin_ns, end_ns=s.end_ns - origin_ns)
+                for s in each.spans
+            ]
     return spans
 
 
@@ -188,10 +191,6 @@ def _place(written: _Written) -> tuple[bool, list[int]]:
     """Ranks, then servers, each by their numbers."""
     numbers = re.findall(r"\d+", str(written.process))
     return isinstance(written.process, str), [int(number) for number in numbers]
-
-
-def _moved(span: Span, by_ns: int) -> Span:
-    return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
 
 
 def name_of(process: Process) -> str:

@@ -144,6 +144,11 @@ class Sync(Elastic, Returning, Served):
     lead: int | None = None  # step b (from 0) ends when all replicas have done b - lead, or none
     updates_here: bool = True  # False: servers update, and `finish` does all of it
 
+    def __init__(self, replica: Replica):
+        self.flat = replica.flat
+        self.update = replica.update
+        self.group = replica.group
+
     def begin(self) -> None:
         """Weights are usable when this returns."""
 
@@ -223,6 +228,21 @@ class Sync(Elastic, Returning, Served):
 
     def close(self) -> None:
         """The run is over: stop threads, close connections."""
+
+
+class CountedSync(Sync):
+    """Counts what this worker sends to the other replicas."""
+
+    traffic: StepTraffic
+
+    def __init__(self, replica: Replica):
+        super().__init__(replica)
+        self._replicas = replica.group
+        self.traffic = StepTraffic()
+        self.group = self.traffic.count(self.flat, replica.group)
+
+    def regroup(self) -> None:
+        self.group = self.traffic.count(self.flat, self._replicas)
 
 
 @dataclass(frozen=True)

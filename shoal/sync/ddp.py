@@ -14,40 +14,33 @@ from shoal.replica.flat_params import FlatLayout
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp, Single
-from shoal.sync import CHANGING_SCALE, Replica, StepTraffic, Sync, SyncPlan, runs, under
+from shoal.sync import CHANGING_SCALE, CountedSync, Replica, Sync, SyncPlan, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.transport.transport import Work
 
 
-class DdpSync(Sync):
+class DdpSync(CountedSync):
     """Buckets are all-reduced in fixed order, while backward runs, or after it if cores are busy.
 
     Gradients come weighted by their share of the global batch, so the sum is the mean. A step
     exchanges the gradients once, plus one number a parameter and the loss.
     """
 
-    traffic: StepTraffic
-
     def __init__(self, replica: Replica, buckets: list[slice], large_bytes: int | None = None):
         """A gradient of `large_bytes` is exchanged by itself."""
-        flat = replica.flat
-        self.flat = flat
-        self.update = replica.update
-        self._replicas = replica.group
-        self.traffic = StepTraffic()
-        self.group = self.traffic.count(flat, replica.group)
+        super().__init__(replica)
         self._under_way: list[Work] = []
         self._is_deferred = self._takes_turns()
         self._deferred: list[Tensor] = []
         self._exchange = self.group.all_reduce
-        flat.grads.watch(buckets, large_bytes)
+        self.flat.grads.watch(buckets, large_bytes)
 
     def _takes_turns(self) -> bool:
         """Where every core computes, calls beside backward would only take turns with it."""
         return self.flat.device.type == "cpu" and self.group.executor.takes_cores
 
     def regroup(self) -> None:
-        self.group = self.traffic.count(self.flat, self._replicas)
+        super().regroup()
         self._exchange = self.group.all_reduce
         self._is_deferred = self._takes_turns()
 
@@ -208,9 +201,7 @@ class ExactReduce(Sync):
     every_microbatch = True
 
     def __init__(self, replica: Replica, microbatches: int, bucket_bytes: int):
-        self.flat = replica.flat
-        self.update = replica.update
-        self.group = replica.group
+        super().__init__(replica)
         self.root = (0, microbatches)
         self.regroup()
         self._sums: dict[tuple[int, int], dict[Node, Tensor]] = {}
@@ -267,10 +258,6 @@ class LocalSync(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
 
     collects = False
-
-    def __init__(self, replica: Replica):
-        self.flat = replica.flat
-        self.update = replica.update
 
 
 @runs(Single)

@@ -57,9 +57,7 @@ class InRankMemory(Sync):
 
     def __init__(self, replica: Replica, num_bytes: int, fill: Callable[[mmap.mmap], None]):
         """`fill` writes the memory before another worker sees it; all workers call it."""
-        self.flat = replica.flat
-        self.update = replica.update
-        self.group = replica.group
+        super().__init__(replica)
         self.rank = replica.group.rank
         self.size = replica.group.size
         self._generations: Sequence[int] | None = None  # of the workers at a meeting

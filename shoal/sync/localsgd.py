@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.comm.group import Op
 from shoal.runtime.trace import MIX
 from shoal.strategy.sync_terms import Localsgd
-from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, compressed_sum, runs, under
+from shoal.sync import CountedSync, Replica, Sync, SyncPlan, compressed_sum, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.outer_optimizer import Outer, outer_state_bytes
 from shoal.sync.replica_mean import kept, mean_state
@@ -45,7 +45,7 @@ class Fragment:
     is_here: bool = False  # `difference` is the mean
 
 
-class LocalSgdSync(Sync):
+class LocalSgdSync(CountedSync):
     """`every` steps alone, then one average; with `outer` an optimizer's step on the difference.
 
     With every=1 and an optimizer that is linear in the gradient (SGD, with momentum and weight
@@ -66,15 +66,9 @@ class LocalSgdSync(Sync):
 
     collects = False
 
-    traffic: StepTraffic
-
     def __init__(self, replica: Replica, term: Localsgd):
-        flat = replica.flat
-        self.flat = flat
-        self.update = replica.update
-        self._replicas = replica.group
-        self.traffic = StepTraffic()
-        self.group = self.traffic.count(flat, replica.group)
+        super().__init__(replica)
+        flat = self.flat
         self.every = term.every
         self.delay = term.steps_under_way
         self.statistics = replica.statistics
@@ -109,7 +103,7 @@ class LocalSgdSync(Sync):
 
     def regroup(self) -> None:
         """Training goes on from the weights that replicas agreed on last."""
-        self.group = self.traffic.count(self.flat, self._replicas)
+        super().regroup()
         self.sums.group = self.group
         self.gradient_scale = float(self.group.size)
 

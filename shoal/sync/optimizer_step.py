@@ -208,7 +208,9 @@ class OptimizerStep:
     def take_settings(self, step: int) -> None:
         """Give the optimizer the learning rate of a step, if that depends on the step."""
         if self.lr is not None:
-            self.set_lr(float(self.lr(step)))
+            rate = float(self.lr(step))
+            for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
+                group["lr"] = rate * ratio
         elif self.schedule is not None:
             self.schedule.advance(step)
 
@@ -257,10 +259,6 @@ class OptimizerStep:
         norm = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
         total = scope.over_shards(norm.double().square()).sqrt().to(norm.dtype)
         nn.utils.clip_grads_with_norm_(params, bound, total)
-
-    def set_lr(self, value: float) -> None:
-        for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
-            group["lr"] = value * ratio
 
 
 def make_optimizer(

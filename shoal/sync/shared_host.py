@@ -24,11 +24,11 @@ from shoal.replica.peer_sum import readable_peers
 from shoal.schedules.buffer_layout import LARGE_BYTES, SHARED_BYTES, BufferLayout
 from shoal.sync import Replica
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
+from shoal.sync.optimizer_step import make_optimizer
 from shoal.transport.shm import memfd
-from shoal.transport.shm.private_pages import PrivatePages
 
 _ALIGN = 16  # elements: slices begin with a cache line
+_PAGE_WORD = 8  # bytes of /proc/self/pagemap
 
 
 def pays(flat: FlatParams, group: Group, wanted: bool | None) -> bool:
@@ -68,6 +68,37 @@ class HostGroup:
         groups = [group.subgroup(ranks) for ranks in (*topology.hosts, *columns)]
         local, across = [one for one in groups if one is not None]
         return cls(local, across)
+
+
+class PrivatePages:
+    """A private mapping of shared memory (copy on write), and whether it was written."""
+
+    def __init__(self, fd: int, offset: int, num_bytes: int):
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self.memory = mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, access, offset=offset)
+        address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self._where = address // mmap.PAGESIZE * _PAGE_WORD
+        self._length = -(-num_bytes // mmap.PAGESIZE) * _PAGE_WORD
+        self._map = open("/proc/self/pagemap", "rb", buffering=0)  # noqa: SIM115
+        self.memory[0] = self.memory[0]
+        self.can_tell = self.are_written()
+        self.give_back()
+        self.can_tell &= not self.are_written()
+
+    def are_written(self) -> bool:
+        """Whether a page is this process's own: it is there, or swapped out, and of no file."""
+        words = os.pread(self._map.fileno(), self._length, self._where)
+        if len(words) < self._length:
+            return True
+        state = torch.frombuffer(bytearray(words), dtype=torch.int64) >> 61 & 7
+        return bool((state & 1 == 0).logical_and_(state & 6 != 0).any())
+
+    def give_back(self) -> None:
+        """What was written is forgotten: the mapping shows the shared memory again."""
+        self.memory.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        self._map.close()
 
 
 @dataclass(frozen=True)
@@ -119,7 +150,9 @@ def share(
     flat, update = replica.flat, replica.update
     if not (replica.is_whole and pays(flat, replica.group, wanted) and flat.header_fits):
         return None
-    whole = _of_all_parameters(update, flat)
+    whole = update.optimizer  # where each rank owns a shard of the state, its own is of that shard
+    if len(update.named) != len(flat.named):
+        whole = make_optimizer(update.factory, flat.named)
     if update.scaler is not None or not takes_slices(whole):
         return None
     if any(p.is_complex() for p in flat.params):
@@ -174,9 +207,3 @@ def shared_memory(
         optimizer=round(sum(sizes.state[name] * share for name, share in shares.items())),
         copies=(length + layout.header_size) * sizes.width,
     )
-
-
-def _of_all_parameters(update: OptimizerStep, flat: FlatParams) -> torch.optim.Optimizer:
-    """Where each rank owns a shard of the state, its own is of that shard."""
-    is_whole = len(update.named) == len(flat.named)
-    return update.optimizer if is_whole else make_optimizer(update.factory, flat.named)

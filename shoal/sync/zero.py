@@ -16,22 +16,23 @@ A step moves each gradient once and each parameter once (zero(3): twice), as ddp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.replica.deferred_init import DeferredInit
+from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules import buffer_layout
 from shoal.strategy.sync_terms import Zero
-from shoal.sync import Ownership, Replica, StepTraffic, Sync, SyncPlan, runs
+from shoal.sync import CountedSync, Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
@@ -170,7 +171,7 @@ class _Sent(NamedTuple):
     memory: Tensor
 
 
-class ZeroReduce(Sync):
+class ZeroReduce(CountedSync):
     """Buckets lie inside shards and are reduced to their owners, in fixed order.
 
     zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
@@ -181,24 +182,20 @@ class ZeroReduce(Sync):
     its memory is needed, or when backward has ended.
     """
 
-    traffic: StepTraffic
-
     def __init__(
         self, replica: Replica, stage: int, sharded: ShardedUpdate, bucket_bytes: int | None = None
     ):
         """`bucket_bytes`: by default they follow from the sizes of shards."""
-        self.flat = replica.flat
+        super().__init__(replica)
         self._bucket_bytes = bucket_bytes
         self.sharded = sharded
         self.movable = sharded.movable
         self.every_microbatch = stage > 1
-        self._replicas = replica.group
         self._gathering = self.flat.group if isinstance(self.flat, ShardedParams) else None
-        self.traffic = StepTraffic()
         self.regroup()
 
     def regroup(self) -> None:
-        self.group = self.traffic.count(self.flat, self._replicas)
+        super().regroup()
         if isinstance(self.flat, ShardedParams) and self._gathering is not None:
             self.flat.group = self._gathering.counted(self.traffic)
         self.sharded.regroup(self.group)
@@ -349,15 +346,11 @@ def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter
     return [flat.named[i] for i in flat.params_in(shard)]
 
 
-def sum_over_shards(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
+def sum_over_shards(flat: FlatParams, group: Group, squares: Tensor) -> Tensor:
     """The sum of squares over all shards, from that of this one."""
-
-    def over(squares: Tensor) -> Tensor:
-        total = squares.to(flat.device)
-        group.all_reduce(total).wait()
-        return total
-
-    return over
+    total = squares.to(flat.device)
+    group.all_reduce(total).wait()
+    return total
 
 
 @runs(Zero)
@@ -391,7 +384,7 @@ class ZeroPlan(SyncPlan[Zero]):
         if exact:  # every rank has the full gradient
             return Ownership(named, GradNorm(params=flat.params))
         counted = [p for _, p in owned_params(flat, dp)] if self.term.elastic else None
-        return Ownership(named, GradNorm(sum_over_shards(flat, dp), counted=counted))
+        return Ownership(named, GradNorm(partial(sum_over_shards, flat, dp), counted=counted))
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)
@@ -444,10 +437,4 @@ class ZeroPlan(SyncPlan[Zero]):
 def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:
     """Bring to the device what is not sharded: frozen parameters and buffers."""
     trained = {id(p) for p in flat.params}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None and id(p) not in trained and not p.is_meta:
-                p.data = p.data.to(device)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+    move([slot for slot in tensor_slots(model) if id(slot.tensor) not in trained], device)

@@ -14,10 +14,9 @@ from shoal.errors import BadInput
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.forwards import ListedExperts
 from shoal.replica.expert.mixtures import ListedMixture, mixtures_for, mixtures_of
-from shoal.replica.expert.router_losses import gather_rows
 from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.split.mapping import even_ranges
+from shoal.replica.split.mapping import even_ranges, gather_rows
 from shoal.replica.split.shard import TokenAxes, TokenAxis
 from shoal.runtime.trace import SentBytes
 from shoal.strategy.split_terms import Ep

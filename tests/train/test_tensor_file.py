@@ -12,9 +12,8 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.train.checkpoints import files
-from shoal.train.checkpoints.digests import CHUNK_BYTES, file_digest
 from shoal.train.checkpoints.files import Checkpoint
-from shoal.train.checkpoints.tensor_file import write_tensors
+from shoal.train.checkpoints.tensor_file import CHUNK_BYTES, file_digest, write_tensors
 
 _SAVED = (
     *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),

@@ -105,7 +105,7 @@ class SharedGpu:
             self._agree(call, data)
             with torch.cuda.stream(stream):
                 given = [memory[where].view(data.dtype) for memory in self._memories]
-                _READS[call.kind](call, given, self._rank, out.detach().view(-1))
+                _read(call, given, self._rank, out.detach().view(-1))
 
         self._latest = self._executor.queue.call(run)
         return self._latest
@@ -135,10 +135,6 @@ class SharedGpu:
         return slice(start, start + num_bytes)
 
 
-def _called(said: list[int]) -> str:
-    return f"{KINDS[said[0]]} of {said[1]} numbers"
-
-
 def _is_here(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device == device and tensor.is_contiguous()
 
@@ -155,27 +151,14 @@ def _combine(call: Call, given: list[Tensor], into: Tensor) -> None:
         into.copy_(total)
 
 
-def _all_reduce(call: Call, given: list[Tensor], rank: int, out: Tensor) -> None:
-    _combine(call, given, out)
-
-
-def _reduce_scatter(call: Call, given: list[Tensor], rank: int, out: Tensor) -> None:
-    size = out.numel()
-    _combine(call, [each[rank * size : (rank + 1) * size] for each in given], out)
-
-
-def _all_gather(call: Call, given: list[Tensor], rank: int, out: Tensor) -> None:
-    torch.cat(given, out=out)
-
-
-def _broadcast(call: Call, given: list[Tensor], rank: int, out: Tensor) -> None:
-    if rank != call.root:
+def _read(call: Call, given: list[Tensor], rank: int, out: Tensor) -> None:
+    """What a rank takes from the memories of all of them."""
+    if call.kind == "all_reduce":
+        _combine(call, given, out)
+    elif call.kind == "reduce_scatter":
+        mine = slice(rank * out.numel(), (rank + 1) * out.numel())
+        _combine(call, [each[mine] for each in given], out)
+    elif call.kind == "all_gather":
+        torch.cat(given, out=out)
+    elif rank != call.root:
         out.copy_(given[call.root])
-
-
-_READS = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-}

@@ -19,7 +19,6 @@ from shoal.comm.call import (
     DTYPE_CODES,
     KIND_CODES,
     Call,
-    NativeType,
     Op,
     Operand,
     fill_identity,
@@ -86,7 +85,6 @@ class NativeWork(QueuedWork):
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
 _ON_GPU = frozenset(("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
-_IN_PLACE = frozenset(("broadcast", "reduce", "all_reduce", "scan"))
 
 
 class SharedMemory(Executor):
@@ -168,19 +166,14 @@ class SharedMemory(Executor):
         return {"all_reduce": short_all_reduce, "broadcast": short_broadcast}
 
     def submit(self, call: Call) -> QueuedWork:
-        kind, data, out, op, root, _, _, timeout_s = call
-        if self.device is not None and kind in _ON_GPU:
+        if self.device is not None and call.kind in _ON_GPU:
             work = self._on_gpu(call, self.device)
             if work is not None:
                 return work
-        if data is out and kind in _IN_PLACE and isinstance(data, Tensor):
-            code = DTYPE_CODES.get(data.dtype)
-            if code is not None and data.is_cpu and data.is_contiguous():
-                at = data.data_ptr()
-                args = (KIND_CODES[kind], at, at, data.numel(), code, op.code, root)
-                return self._start(args, timeout_s, data)
-        if kind == "barrier":
-            return self._start((0, 0, 0, 0, 0, 0, 0), timeout_s)
+        if call.kind == "barrier":
+            return self._start((0, 0, 0, 0, 0, 0, 0), call.timeout_s)
+        if call.kind == "all_to_all_uneven":
+            return self._all_to_all_uneven(call)
         return self._with_operands(call)
 
     def _on_gpu(self, call: Call, device: torch.device) -> QueuedWork | None:
@@ -204,8 +197,6 @@ class SharedMemory(Executor):
             segment.check(outcome)
 
     def _with_operands(self, call: Call) -> QueuedWork:
-        if call.kind == "all_to_all_uneven":
-            return self._all_to_all_uneven(call)
         data = call.out if call.data is None else call.data
         out = call.out
         if not isinstance(data, Tensor) or isinstance(out, list) or not _is_plain(data, out):
@@ -232,7 +223,8 @@ class SharedMemory(Executor):
         lists = [p for p, operand in ((given, data), (taken, out)) if isinstance(operand, list)]
         addresses = [piece.flat.data_ptr() for pieces in lists for piece in pieces]
         first = given[0].flat
-        number = _number_type(call, first.dtype)
+        is_reduced = call.kind in _REDUCTIONS
+        number = reduced_natively(first.dtype, call.op) if is_reduced else moved_as(first.dtype)
         count = self._count(call, data) if isinstance(data, Tensor) else first.numel()
         kind = KIND_CODES[call.kind]
         target = taken[0].flat.data_ptr() if taken else 0
@@ -341,12 +333,6 @@ class SharedMemory(Executor):
 
     def record_times(self) -> None:
         self.queue.timed = True
-
-
-def _number_type(call: Call, dtype: torch.dtype) -> NativeType:
-    if call.kind in _REDUCTIONS:
-        return reduced_natively(dtype, call.op)
-    return moved_as(dtype)
 
 
 def _is_plain(data: Tensor, out: Tensor | None) -> bool:

@@ -91,12 +91,10 @@ class StoreBoard:
         if self._has_heard:
             others = range(self._size)
             self._all_heard = all(self._read(f"heard/{rank}") is not None for rank in others)
-        if not self._all_heard and self._has_waited():
-            die()  # a rank is lost: its launcher ends the others
-
-    def _has_waited(self) -> bool:
         announced_s = self._announced_s
-        return announced_s is not None and time.monotonic() > announced_s + _PATIENCE_S
+        has_waited = announced_s is not None and time.monotonic() > announced_s + _PATIENCE_S
+        if has_waited and not self._all_heard:
+            die()  # a rank is lost: its launcher ends the others
 
     def _read(self, key: str) -> int | None:
         if not self._store.check([key]):

@@ -143,13 +143,9 @@ def op_of(opts: Any) -> Op:
     for known, ours in _OPS:
         if op == known:
             return ours
-    raise BadInput(f"the shoal backend has no ReduceOp.{_name_of(op)}")
-
-
-def _name_of(op: Any) -> str:
-    """An operator that has a factor is an object without a name."""
-    members = dist.ReduceOp.RedOpType.__members__
-    return next((name for name, member in members.items() if op == member), str(op))
+    members = dist.ReduceOp.RedOpType.__members__.items()
+    name = next((name for name, member in members if op == member), str(op))
+    raise BadInput(f"the shoal backend has no ReduceOp.{name}")
 
 
 # torch declares each method with several signatures; it calls the ones that are defined here

@@ -10,20 +10,19 @@ is replaced once; a context variable says which workers the model that runs now 
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import map_tensors
 from shoal.replica.batchnorm import ForwardState
+from shoal.replica.split.mapping import gather_rows
 
 _NAME = "load_balancing_loss_func"
 _MASK = "attention_mask"
@@ -36,15 +35,12 @@ def has_router_losses(model: nn.Module) -> bool:
     return bool(_modules_with_losses(model))
 
 
-def share_router_losses(model: nn.Module, groups: Sequence[Group], state: ForwardState) -> None:
-    """Let router losses of this model use the tokens of all ranks of `groups`."""
+def share_router_losses(model: nn.Module, group: Group, state: ForwardState) -> None:
+    """Let router losses of this model use the tokens of all ranks of `group`."""
     from shoal.replica.split.sharded_tensor import full_tensors
 
     def gather(rows: Tensor) -> Tensor:
-        rows = rows if state.rows_are_real else rows[:0]
-        for group in groups:
-            rows = gather_rows(rows, group) if group.size > 1 else rows
-        return rows
+        return gather_rows(rows if state.rows_are_real else rows[:0], group)
 
     def prepare(arguments: Arguments) -> Arguments:
         mask = arguments.get(_MASK)
@@ -53,7 +49,7 @@ def share_router_losses(model: nn.Module, groups: Sequence[Group], state: Forwar
         gathered: Arguments = map_tensors(gather, full_tensors(arguments))
         return gathered
 
-    if any(group.size > 1 for group in groups):
+    if group.size > 1:
         _use(model, prepare)
 
 
@@ -71,18 +67,6 @@ def refuse_router_losses(model: nn.Module) -> None:
         if getattr(getattr(model, "config", None), "output_router_logits", False):
             refuse({})
         _use(model, refuse)
-
-
-def gather_rows(rows: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks, in their order; a gradient is the sum of those of all ranks."""
-    from shoal.replica.split.mapping import ShardSpec, gather_sequence
-
-    counts = torch.zeros(group.size, dtype=torch.int64, device=rows.device)
-    counts[group.rank] = len(rows)
-    group.all_reduce(counts).wait()
-    ends = [0, *counts.cumsum(0).tolist()]
-    ranges = tuple((range(a, b),) for a, b in itertools.pairwise(ends))
-    return gather_sequence(rows, ShardSpec(0, ranges), group)
 
 
 def _use(model: nn.Module, prepare: Prepare) -> None:

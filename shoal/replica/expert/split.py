@@ -118,13 +118,7 @@ class ExpertSplit(SlicedTensors):
 
     def gather(self, tree: Tree) -> list[Tree]:
         """The trees of all ranks on the first one; the others get their own."""
-        if not self._owner:
-            return [tree]
-        if self.group.rank != 0:
-            self._channel.send(tree, 0, _GATHER_TAG).wait()
-            return [tree]
-        others = range(1, self.group.size)
-        return [tree, *(self._channel.recv(rank, _GATHER_TAG) for rank in others)]
+        return self._channel.gather(tree, _GATHER_TAG) if self._owner else [tree]
 
     # ------------------------------------------------------------------ inside
 
@@ -161,12 +155,10 @@ def expert_summary(
     total = sum(p.numel() for p in model.parameters())
     share = sum(p.numel() for p in owned) / max(1, total)
     sizes = sorted({m.num_experts for m in mixtures})
-    experts = " or ".join(f"{_each(size, ranks)} of {size}" for size in sizes)
+    held = {size: sorted({len(r) for r in even_ranges(size, ranks)}) for size in sizes}
+    words = (f"{' or '.join(map(str, each))} of {size}" for size, each in held.items())
+    experts = " or ".join(words)
     layers = f"{len(mixtures)} layer" + "s" * (len(mixtures) > 1)
     drops = "" if capacity is None else f"; tokens above capacity={capacity} are dropped"
     placed = f"ep({ranks}): {layers} of experts, {experts} on each worker"
     return f"{placed}; they have {share:.0%} of the parameters{drops}"
-
-
-def _each(experts: int, ranks: int) -> str:
-    return " or ".join(map(str, sorted({len(r) for r in even_ranges(experts, ranks)})))

@@ -118,7 +118,7 @@ class _Methods(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READING_METHODS:
             self._lineage.on_use(self._lineage.marks_of(args))
-        elif (_writes(func) or kwargs.get("inplace")) and args:  # as of F.relu
+        elif (writes(func) or kwargs.get("inplace")) and args:  # as of F.relu
             for tensor in (args[0], kwargs.get("out")):
                 if isinstance(tensor, Tensor):
                     self._lineage.on_write(tensor)
@@ -147,7 +147,8 @@ def memory_of(tensor: Tensor) -> StorageWeakRef:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _writes(func: Any) -> bool:
+def writes(func: Any) -> bool:
+    """Whether this function of torch writes to its first argument, which has to stay what it is."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.startswith("__")
     return is_in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS

@@ -61,7 +61,7 @@ class SplitBackward:
     def _full_backward(self) -> WeightGrads:
         if not self._roots:
             return []
-        weights = _parameters_behind(self._roots)
+        weights = [leaf for leaf in leaves_of(self._roots) if isinstance(leaf, nn.Parameter)]
         grads = torch.autograd.grad(self._roots, weights, self._grads, allow_unused=True)
         return [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
 
@@ -110,6 +110,12 @@ def _outputs_of(roots: Sequence[Tensor]) -> list[NodeOutput]:
     return [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
 
 
+def leaves_of(roots: Sequence[Tensor]) -> dict[Tensor, None]:
+    """The tensors that a backward from `roots` adds gradients to, in the order of a walk."""
+    nodes = (node for node, _ in _walk(_outputs_of(roots)))
+    return dict.fromkeys(node.variable for node in nodes if hasattr(node, "variable"))
+
+
 def _walk(starts: Sequence[NodeOutput]) -> list[NodeOutput]:
     """Every output of every node that is reached from `starts`, each once."""
     seen = dict.fromkeys(starts)
@@ -141,8 +147,3 @@ def _weight(node: Node) -> Tensor | None:
         if len(children) != 1:
             return None
         node = children[0][0]
-
-
-def _parameters_behind(roots: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [node.variable for node, _ in _walk(_outputs_of(roots)) if hasattr(node, "variable")]
-    return [leaf for leaf in dict.fromkeys(leaves) if isinstance(leaf, nn.Parameter)]

@@ -59,7 +59,10 @@ class Stages:
         self.cuts = self._split.cuts
         # whether every stage runs the forward from its start, with the same random numbers
         self.replays = isinstance(self._split, ModuleSplit)
-        self.aliases = _aliases(model)
+        # every name of a tensor, and the first name of that same tensor
+        first: dict[int, str] = {}
+        slots = tensor_slots(model)
+        self.aliases = {s.name: first.setdefault(id(s.tensor), s.name) for s in slots}
         self.holders = self._find_holders()
 
     def segment(self, virtual: int, given: tuple[str, ...] | None = None) -> Callable[..., Tree]:
@@ -203,12 +206,6 @@ def split_model(
     if graph is None:
         raise refusal
     return graph
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every name of a tensor, and the first name of that same tensor."""
-    first: dict[int, str] = {}
-    return {s.name: first.setdefault(id(s.tensor), s.name) for s in tensor_slots(model)}
 
 
 def replace_by_shape(module: nn.Module, key: str) -> None:

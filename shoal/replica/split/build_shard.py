@@ -18,7 +18,7 @@ from shoal.errors import NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, TensorSlot, with_values_of_rank_0
 from shoal.replica.split.shard import ReplicaShard, TokenAxes, TokenAxis
-from shoal.strategy.split_terms import Ep, Tp
+from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -74,7 +74,11 @@ def build_shard(
             f"{tp} + {strategy.cp} is not built: both divide the positions of a sequence; omit "
             "sequence=True"
         )
-    mixtures = [] if ep is None else _mixtures(model, ep)
+    mixtures: list[Mixture] = []
+    if ep is not None:
+        from shoal.replica.expert.mixtures import mixtures_for
+
+        mixtures = mixtures_for(model, ep)
     roles = {} if tp is None else roles_of(model, tp, mixtures)
     if pp is not None and mesh.pp.size > 1:
         from shoal.replica.split.stage_shard import StageShard
@@ -108,12 +112,6 @@ def build_shard(
             compute_positions_here(model)
     shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
     return shard
-
-
-def _mixtures(model: nn.Module, ep: Ep) -> list[Mixture]:
-    from shoal.replica.expert.mixtures import mixtures_for
-
-    return mixtures_for(model, ep)
 
 
 def roles_of(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:

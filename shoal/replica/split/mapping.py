@@ -23,11 +23,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
+from shoal.comm.group import Group, group_by_number
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import TensorSlot
-from shoal.replica.split.traced_collectives import collective
 from shoal.transport.transport import Work
+
+
+def collective(verb: str, group: Group, *tensors: Tensor) -> None:
+    """`group.verb(*tensors)`; the first one is changed in place.
+
+    torch.compile keeps each as one operation of its graph. Workers with the same layers get the
+    same graph, so they call their collectives in the same order.
+    """
+    if torch.compiler.is_compiling():
+        getattr(torch.ops.shoal, verb)(*tensors, group.number)
+    else:
+        getattr(group, verb)(*tensors).wait()
+
+
+_library: Any = torch.library.Library("shoal", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, _tensors in (
+    ("all_reduce", "Tensor(a!) data"),
+    ("all_gather", "Tensor(a!) out, Tensor data"),
+    ("reduce_scatter", "Tensor(a!) out, Tensor data"),
+):
+
+    def _run(*given: Any, verb: str = _name) -> None:
+        *tensors, number = given
+        getattr(group_by_number(number), verb)(*tensors).wait()
+
+    _library.define(f"{_name}({_tensors}, int group) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _device)
+    _library.impl(_name, lambda *given: None, "Meta")
 
 
 def even_ranges(size: int, ranks: int, unit: int = 1) -> list[range]:
@@ -106,7 +134,7 @@ class ShardSpec:
 
     def reduce_scatter(self, full: Tensor, group: Group) -> Tensor:
         """This rank's shard of the sum over ranks: one reduce-scatter of padded shards."""
-        shards = [self.take_shard(full, rank).view(-1) for rank in range(group.size)]
+        shards = [self.take_shard(full, rank).reshape(-1) for rank in range(group.size)]
         longest = max(shard.numel() for shard in shards)
         rows = full.new_zeros(group.size, longest)
         for row, shard in zip(rows, shards, strict=True):
@@ -255,6 +283,19 @@ def reduce_scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
     return mapped(
         x, partial(spec.reduce_scatter, group=group), partial(spec.all_gather, group=group)
     )
+
+
+def gather_rows(rows: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, in their order; a gradient is the sum of those of all ranks.
+
+    Ranks may have different numbers of them.
+    """
+    counts = torch.zeros(group.size, dtype=torch.int64, device=rows.device)
+    counts[group.rank] = len(rows)
+    group.all_reduce(counts).wait()
+    ends = [0, *counts.cumsum(0).tolist()]
+    ranges = tuple((range(a, b),) for a, b in itertools.pairwise(ends))
+    return gather_sequence(rows, ShardSpec(0, ranges), group)
 
 
 def apply_flat(tensors: Sequence[Tensor], apply: Callable[[Tensor], Work]) -> None:

@@ -145,17 +145,13 @@ class StageShard(ReplicaShard):
         return number.to(loss.dtype)
 
     def gather(self, tree: Tree) -> list[Tree]:
-        trees = super().gather(tree)
-        if self.group.rank != 0:
-            self.channel.send(trees, 0, 0).wait()
-            return trees
-        others = [self.channel.recv(stage, 0) for stage in range(1, self.group.size)]
-        return [tree for stage in (trees, *others) for tree in stage]
+        by_stage = self.channel.gather(super().gather(tree), 0)
+        return [tree for trees in by_stage for tree in trees]
 
     @torch.no_grad()
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """The first stage runs the whole model and compares; a large or meta one is trusted."""
-        kept = self._rehearse(microbatches, engine)
+        kept = self._try_forwards(microbatches, engine)
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)
         size = sum(t.nbytes for t in state_of(self.model).values())
@@ -170,7 +166,7 @@ class StageShard(ReplicaShard):
         engine.actions = pipeline.actions[self.group.rank]
         engine.written_once = self._written
 
-    def _rehearse(self, microbatches: Sequence[MicroBatch], engine: Engine) -> list[list[Slot]]:
+    def _try_forwards(self, microbatches: Sequence[MicroBatch], engine: Engine) -> list[list[Slot]]:
         """Find out what stages use of each other's results; before that, they send everything.
 
         Returns the attributes that the modules of each stage have set to tensors meanwhile.
@@ -178,10 +174,10 @@ class StageShard(ReplicaShard):
         before = kept_tensors(self.model)
         inputs = microbatches[0].inputs
         with engine.flat.full_params(), preserve_modes(self.model):
-            written = engine.rehearse(inputs)
+            written = engine.dry_forward(inputs)
             if self.stages.replays:
                 with evaluating(self.model):
-                    engine.rehearse(inputs)
+                    engine.dry_forward(inputs)
         kept = newly_kept(before, self.model)
         found = self._exchange([self.stages.usage(), kept, sorted(written)])
         by_stage = [[(name, key) for name, key in slots] for _, slots, _ in found]
@@ -197,7 +193,7 @@ class StageShard(ReplicaShard):
         differs = sorted(written)
         if len(microbatches) > 1 and microbatches[1].real:
             with engine.flat.full_params():
-                others = engine.rehearse(microbatches[1].inputs)
+                others = engine.dry_forward(microbatches[1].inputs)
             differs = [n for n, t in written.items() if n not in others or not t.equal(others[n])]
         found = self._exchange([differs])
         self.changed_by_batch = next((names[0] for (names,) in found if names), None)

@@ -274,7 +274,8 @@ class ParallelAttention(TensorParallelLayer):
         drop = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            weights = _weights(q, k, mask)
+            products = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+            weights = (products if mask is None else products + mask).softmax(-1)
             attended = F.dropout(weights, drop) @ v
         else:
             causal = is_causal and mask is None
@@ -348,8 +349,3 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-
-
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    products = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-    return (products if mask is None else products + mask).softmax(-1)

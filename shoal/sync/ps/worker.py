@@ -120,7 +120,8 @@ def shard_state(
         p = params[rows.parameter]
         for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
-                tensor = _rows_of(value, rows, p)
+                held = rows_of(value, rows) if value.shape == p.shape else value
+                tensor = held.detach().cpu().contiguous()
                 dtype = NAMES[tensor.dtype]
                 values.append(StateTensor(index, key, dtype, tuple(tensor.shape)))
                 tensors.append(tensor)
@@ -141,26 +142,28 @@ def join_state(
         for value, tensor in zip(state.tensors, tensors, strict=True):
             rows = spec.slices[value.slice]
             p = params[rows.parameter]
-            _put(optimizer.state[p], value, tensor, rows, p)
+            put_rows(optimizer.state[p], value.key, tensor, rows, tuple(p.shape))
         for index, key, number in state.numbers:
             optimizer.state[params[spec.slices[index].parameter]][key] = number
 
 
-def _rows_of(value: Tensor, rows: ParameterSlice, p: nn.Parameter) -> Tensor:
-    if value.shape == p.shape and tuple(value.shape) != rows.shape:
-        value = value[rows.first_row : rows.first_row + rows.shape[0]]
-    return value.detach().cpu().contiguous()
+def rows_of(tensor: Tensor, held: ParameterSlice) -> Tensor:
+    """What a server holds, of a tensor like the whole parameter."""
+    if tuple(tensor.shape) == held.shape:
+        return tensor
+    return tensor[held.first_row : held.first_row + held.shape[0]]
 
 
-def _put(
-    state: dict[str, Any], value: StateTensor, tensor: Tensor, rows: ParameterSlice, p: nn.Parameter
+def put_rows(
+    into: dict[str, Any], key: str, tensor: Tensor, held: ParameterSlice, shape: tuple[int, ...]
 ) -> None:
-    if value.shape != rows.shape or rows.shape == tuple(p.shape):
-        state[value.key] = tensor
+    """What a server holds of a tensor of a parameter of this shape; or all, of other tensors."""
+    if held.shape == shape or tuple(tensor.shape) != held.shape:
+        into[key] = tensor
         return
-    if value.key not in state:
-        state[value.key] = torch.zeros(p.shape, dtype=tensor.dtype)
-    state[value.key][rows.first_row : rows.first_row + rows.shape[0]] = tensor
+    if key not in into:
+        into[key] = torch.zeros(shape, dtype=tensor.dtype)
+    rows_of(into[key], held).copy_(tensor)
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Option], ...]:
@@ -200,9 +203,8 @@ class PsWorker(Sync):
     def __init__(
         self, context: PsContext, push: GradientPush, updates: UpdateOnServers, leader: Leader
     ):
+        super().__init__(context.replica)
         self.context = context
-        self.flat = context.replica.flat
-        self.update = context.replica.update
         self.client = context.client
         self.lead = context.rule.lead
         self.push = push

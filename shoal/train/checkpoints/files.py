@@ -36,8 +36,7 @@ from shoal.runtime.checkpoint_folders import (
 )
 from shoal.runtime.decoders import convert
 from shoal.runtime.files import open_file
-from shoal.train.checkpoints.digests import DIGEST, KINDS, file_digest
-from shoal.train.checkpoints.tensor_file import write_tensors
+from shoal.train.checkpoints.tensor_file import DIGEST, KINDS, file_digest, write_tensors
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 FORMAT = "shoal checkpoint 4"

@@ -25,6 +25,7 @@ from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
 from shoal.server.process.shard_file import SavedShard, read_shard, read_tensors_of
 from shoal.sync.ps.push import PREFIX
+from shoal.sync.ps.worker import put_rows, rows_of
 from shoal.train.checkpoints.files import Checkpoint, check_counts
 from shoal.train.checkpoints.optimizer_state import model_tensors, optimizer_tensors
 from shoal.train.step.step import Step
@@ -131,7 +132,7 @@ class _Joined:
         found = [torch.empty(shape, dtype=dtype) for _, shape in self.parameters]
         for shard in self.shards:
             for held, values in _slices(shard, shard.weights):
-                _rows(found[held.parameter], held).copy_(values)
+                rows_of(found[held.parameter], held).copy_(values)
         return {name: t for (name, _), t in zip(self.parameters, found, strict=True)}
 
     def optimizer(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -157,13 +158,7 @@ class _Joined:
         self, tensors: dict[str, Tensor], key: str, tensor: Tensor, held: ParameterSlice
     ) -> None:
         name, shape = self.parameters[held.parameter]
-        full = f"{name}/{key}"
-        if held.shape == shape or tuple(tensor.shape) != held.shape:
-            tensors[full] = tensor
-            return
-        if full not in tensors:
-            tensors[full] = torch.zeros(shape, dtype=tensor.dtype)
-        _rows(tensors[full], held).copy_(tensor)
+        put_rows(tensors, f"{name}/{key}", tensor, held, shape)
 
     def residuals(self) -> dict[str, Tensor]:
         """What compression has not sent yet, of workers that were live, as `snapshot` names it."""
@@ -200,9 +195,3 @@ def _slices(shard: SavedShard, flat: Tensor) -> Iterator[tuple[ParameterSlice, T
     for held in spec.slices:
         start = held.start - spec.start
         yield held, flat[start : start + math.prod(held.shape)].view(held.shape)
-
-
-def _rows(tensor: Tensor, held: ParameterSlice) -> Tensor:
-    if tuple(tensor.shape) == held.shape:
-        return tensor
-    return tensor[held.first_row : held.first_row + held.shape[0]]

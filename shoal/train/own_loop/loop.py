@@ -22,6 +22,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch
 from shoal.errors import BadInput
 from shoal.replica.compiled import is_optimized, uncompiled
+from shoal.replica.pipeline.split_backward import leaves_of
 from shoal.train.own_loop.forwards import LoopForwards
 from shoal.train.own_loop.rows import LoopRows
 from shoal.train.own_loop.torch_hooks import clip_for
@@ -39,33 +40,14 @@ def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequ
     """The parts that get gradients from this loss on any worker of `group`, which has all rows."""
     if len(parts) == 1:
         return parts
-    leaves = _leaves_of(loss)
-    is_reached = [part.trains and any(id(p) in leaves for p in part.params) for part in parts]
+    leaves = leaves_of([loss]) if loss.requires_grad else {}
+    is_reached = [part.trains and any(p in leaves for p in part.params) for part in parts]
     if group.size > 1 and any(part.sync.collects or part.sums_axes for part in parts):
         device = parts[0].flat.device
         flags = torch.tensor(is_reached, dtype=torch.float32, device=device)
         group.all_reduce(flags, Op.MAX).wait()
         is_reached = [flag > 0 for flag in flags.tolist()]
     return [part for part, reached in zip(parts, is_reached, strict=True) if reached]
-
-
-def _leaves_of(loss: Tensor) -> set[int]:
-    """The ids of the tensors that a backward of `loss` adds gradients to."""
-    leaves: set[int] = set()
-    seen = {loss.grad_fn}
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None:
-            continue
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.add(id(variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return leaves
 
 
 _SMALLEST_SHARE = 1e-30

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
@@ -16,81 +15,10 @@ from shoal.data.rows import take
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.replica.microbatch_context import fork_rng, seed_generators
+from shoal.replica.split.mapping import gather_rows
 
 if TYPE_CHECKING:
     from shoal.train.own_loop.part import LoopPart
-
-
-def gather_rows(x: Tensor, group: Group, is_placeholder: bool) -> Tensor:
-    """Rows of all ranks, in the order of the global batch; they may have different numbers of them.
-
-        forward     rows of this rank     ─▶ all rows, on every rank           all-gather
-        backward    gradient of all rows  ─▶ summed over ranks, own rows of it  reduce-scatter
-
-    The loss of every rank is weighted by its fraction of the global batch, and these sum up to 1:
-    the sum over ranks is the gradient of one device. A placeholder counts as no rows.
-    """
-    if group.size == 1:
-        return x
-    counts = torch.zeros(group.size, dtype=torch.int64, device=x.device)
-    counts[group.rank] = 0 if is_placeholder else len(x)
-    group.all_reduce(counts).wait()
-    gathered: Tensor = _Gather.apply(x, Rows(group, counts.tolist()))  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class Rows:
-    """How many rows each rank has of a tensor."""
-
-    def __init__(self, group: Group, counts: list[int]):
-        self.group = group
-        self.counts = counts
-        self.most = max(1, *counts)
-        self.here = counts[group.rank]
-
-    def gather(self, x: Tensor) -> Tensor:
-        dtype = x.dtype
-        sent = x.to(torch.uint8) if dtype == torch.bool else x
-        mine = _padded(sent[: self.here], self.most).contiguous()
-        everything = mine.new_empty(self.group.size, *mine.shape)
-        self.group.all_gather(everything, mine).wait()
-        pieces = [everything[r, :count] for r, count in enumerate(self.counts)]
-        return torch.cat(pieces).to(dtype)
-
-    def scatter_sum(self, grad: Tensor, rows_here: int) -> Tensor:
-        """The sum over ranks, of which this rank gets its rows; zeros for a placeholder."""
-        pieces = [_padded(piece, self.most) for piece in torch.split(grad, self.counts)]
-        everything = torch.stack(pieces).contiguous()
-        mine = torch.empty_like(everything[0])
-        self.group.reduce_scatter(mine, everything).wait()
-        return _padded(mine[: self.here], rows_here)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        ctx.rows_here = len(x)
-        return rows.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _ScatterSum.apply(grads[0], ctx.rows, ctx.rows_here), None  # type: ignore[no-untyped-call]
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, rows: Rows, rows_here: int) -> Tensor:
-        ctx.rows = rows
-        return rows.scatter_sum(grad, rows_here)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grads[0], ctx.rows), None, None  # type: ignore[no-untyped-call]
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - len(x)])
 
 
 class LoopRows:
@@ -147,12 +75,15 @@ class LoopRows:
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Job.gather`."""
-        if self.has_whole_batch:
+        data = self.mesh.data
+        if self.has_whole_batch or data.size == 1:
             return x
         if self._group is None:  # with an order of operations of its own
-            data = self.mesh.data
-            self._group = data.duplicate() if data.size > 1 else data
-        return gather_rows(x, self._group, self.is_placeholder)
+            self._group = data.duplicate()
+        rows = x[:0] if self.is_placeholder else x
+        if x.dtype == torch.bool:
+            return gather_rows(rows.to(torch.uint8), self._group).bool()
+        return gather_rows(rows, self._group)
 
     def take(self, make: Callable[[int], Tensor] | Tensor) -> Tensor:
         """See `Job.rows`."""

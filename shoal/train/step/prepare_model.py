@@ -234,7 +234,7 @@ def prepare_model(
     if mesh.pp.size > 1:
         router_losses.refuse_router_losses(model)
     elif term.lockstep and router_losses.has_router_losses(model):
-        router_losses.share_router_losses(model, [mesh.data.duplicate()], forward_state)
+        router_losses.share_router_losses(model, mesh.data.duplicate(), forward_state)
 
     # this worker's shard of the replica
     shard = build_shard(model, context.strategy, mesh, device, deferred, example, context.say)

@@ -126,7 +126,10 @@ class ShmTransport:
         if _shm.state(handle, op) >= 0 and is_send:
             work.wait()
         elif self._thread is None:
-            self._serve()
+            self._thread = threading.Thread(
+                target=_shm.serve, args=(handle,), daemon=True, name="shoal messages"
+            )
+            self._thread.start()
         return work
 
     def _sweep(self) -> None:
@@ -134,9 +137,3 @@ class ShmTransport:
         for op, work in list(self._in_flight.items()):
             if work.is_send and _shm.state(self.segment.handle, op) == FINE:
                 work.wait()
-
-    def _serve(self) -> None:
-        self._thread = threading.Thread(
-            target=_shm.serve, args=(self.segment.handle,), daemon=True, name="shoal messages"
-        )
-        self._thread.start()

@@ -139,10 +139,10 @@ class VersionedPages:
         self._rank = ranks.rank
         self._marks = ranks.marks
         self._marks[ranks.rank, _BEGUN] = self._marks[ranks.rank, _LATEST]  # it may have come back
-        self._slots = [
-            [_slot(ranks, num_bytes, 2 * rank + index) for index in (0, 1)]
-            for rank in range(ranks.size)
-        ]
+        size = page_bytes(num_bytes)
+        body = np.frombuffer(ranks.memory, np.uint8, size * ranks.size, ranks.offset)
+        pages = body.reshape(ranks.size, 2, size // 2)[..., :num_bytes]
+        self._slots = [list(page) for page in pages]
         self._lock = threading.Lock()
 
     def write(self, data: Bytes, at_least: int = 0) -> int:
@@ -186,14 +186,5 @@ class VersionedPages:
             pass
 
 
-def _slot(ranks: RankMemory, num_bytes: int, number: int) -> Bytes:
-    offset = ranks.offset + number * _padded(num_bytes)
-    return np.frombuffer(ranks.memory, np.uint8, num_bytes, offset)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64
-
-
 def page_bytes(num_bytes: int) -> int:
-    return 2 * _padded(num_bytes)
+    return 2 * (-(-num_bytes // 64) * 64)

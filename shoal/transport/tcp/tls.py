@@ -126,7 +126,8 @@ class TlsPump:
         while True:
             self._wait(going_out, coming_in)
             if not _fill(self._near, going_out):
-                return self._flush(going_out)
+                self._outer.settimeout(1.0)
+                return self._outer.sendall(going_out)
             if not _fill(self._outer, coming_in):
                 return None
             _drain(self._outer, going_out)
@@ -139,10 +140,6 @@ class TlsPump:
         poll.register(self._near, _events(not going_out, bool(coming_in)))
         poll.register(self._outer, _events(not coming_in, bool(going_out)))
         poll.poll()
-
-    def _flush(self, rest: bytearray) -> None:
-        self._outer.settimeout(1.0)
-        self._outer.sendall(rest)
 
 
 def _events(reads: bool, writes: bool) -> int:

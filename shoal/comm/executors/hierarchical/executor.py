@@ -236,7 +236,9 @@ class Hierarchical(Executor):
         name = f"split {next(self._splits)}"
         local = self.topology.local
         here = [rank for rank in ranks if rank in local]
-        shared_memory = self._split_host(here)
+        indices = [local.index(rank) for rank in here]
+        # all ranks of the host call it where one of them is in the new group
+        shared_memory = self.shared_memory.split(indices) if indices else None
         if shared_memory is None or len(here) == len(ranks):
             return shared_memory
         topology = self.topology.of_subset(ranks)
@@ -244,11 +246,6 @@ class Hierarchical(Executor):
         child = Hierarchical(topology, shared_memory, links, self._timeout_s)
         self._children.append(child)
         return child
-
-    def _split_host(self, ranks: Sequence[int]) -> SharedMemory | None:
-        """All ranks of the host call it where one of them is in the new group."""
-        indices = [self.topology.local.index(rank) for rank in ranks]
-        return self.shared_memory.split(indices) if indices else None
 
     def close(self) -> None:
         for child in self._children:

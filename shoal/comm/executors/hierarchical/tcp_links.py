@@ -34,7 +34,6 @@ class TcpInterHost:
     def __init__(self, transport: TcpTransport, ring: TcpTransport, rack: int | None = None):
         """`rack` hosts are in a rack, one rack after the other; None: one rack, or not known."""
         self._transports = (transport, ring)
-        self._ranks = [transport.ranks[rank] for rank in range(transport.size)]
         self._short = Scheduled(transport, link=_LINK)
         self._long = Scheduled(ring, _algorithms(rack), link=_LINK)
         self.labels = list(range(transport.size))  # the ranks of the group, for errors
@@ -53,7 +52,9 @@ class TcpInterHost:
             try:
                 executor.submit(call._replace(timeout_s=None)).wait()
             except PeerLost as lost:
-                raise self._with_labels(lost) from lost
+                peer = None if lost.peer is None else self.labels[lost.peer]
+                rank = self.labels[lost.rank]
+                raise RemotePeerLost(rank, peer, lost.doing, lost.after_s) from lost
 
     @contextmanager
     def _limited(self, timeout_s: float | None) -> Iterator[None]:
@@ -65,10 +66,6 @@ class TcpInterHost:
             yield
         finally:
             self.set_timeout(before_s)
-
-    def _with_labels(self, lost: PeerLost) -> RemotePeerLost:
-        peer = None if lost.peer is None else self.labels[lost.peer]
-        return RemotePeerLost(self.labels[lost.rank], peer, lost.doing, lost.after_s)
 
 
 @dataclass(eq=False)
