@@ -17,7 +17,6 @@ import msgspec
 from shoal.coordinator import (
     MAX_NUMBER,
     Answer,
-    Changes,
     CoordinatorError,
     Failed,
     KeepAlive,
@@ -26,7 +25,6 @@ from shoal.coordinator import (
     Outcome,
     Request,
     Unavailable,
-    Watch,
     requests,
 )
 from shoal.coordinator.log import LogBroken, StoreLog
@@ -39,7 +37,6 @@ from shoal.runtime.acceptor import service_thread
 from shoal.runtime.config import TlsConfig
 
 LONGEST_TICK_S = 0.1
-_MAX_WATCHED_BYTES = 4 << 20
 
 
 class LeaseClock:
@@ -70,16 +67,14 @@ class Core:
         self._store = store
         self._log = log
         self._clock_s = clock_s or LeaseClock().now_s
-        self._changed = threading.Condition()
+        self._changing = threading.Lock()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # of each client: the latest
         self._is_closed = False
 
     def answer(self, request: Request, by: RequestId | None = None) -> Answer:
         """The answer to one request; to the same request again, the same one."""
         try:
-            if isinstance(request, Watch):
-                return self._watch(request)
-            with self._changed:
+            with self._changing:
                 self._expire()
                 return self._answer(request, by)
         except CoordinatorError as error:
@@ -87,13 +82,12 @@ class Core:
 
     def tick(self) -> None:
         """End the leases whose time is over."""
-        with self._changed:
+        with self._changing:
             self._expire()
 
     def close(self) -> None:
-        with self._changed:
+        with self._changing:
             self._is_closed = True
-            self._changed.notify_all()
             if self._log is not None:
                 self._log.close()
 
@@ -137,7 +131,6 @@ class Core:
         outcome = self._store.apply(record, self._clock_s())
         if self._log is not None:
             self._log.compact_if_due(self._store.image)
-        self._changed.notify_all()
         return outcome
 
     def _expire(self) -> None:
@@ -146,30 +139,6 @@ class Core:
             return
         with suppress(OSError):  # tried again at the next request or tick
             self._carry_out(expired, None)
-
-    # ------------------------------------------------------------------ waiting
-
-    def _watch(self, request: Watch) -> Changes:
-        deadline_s = time.monotonic() + request.timeout_s
-        with self._changed:
-            while True:
-                self._expire()
-                found = self._store.changes(request.name, request.after_revision)
-                left_s = deadline_s - time.monotonic()
-                if found.changes or left_s <= 0 or self._is_closed:
-                    return _limited(found)
-                self._changed.wait(min(left_s, LONGEST_TICK_S))
-
-
-def _limited(found: Changes) -> Changes:
-    """As many changes as fit an answer; the rest comes with the next one."""
-    size = 0
-    for count, change in enumerate(found.changes):
-        size += len(change.key) + len(change.value or b"")
-        if size > _MAX_WATCHED_BYTES and count:
-            kept = found.changes[:count]
-            return Changes(kept[-1].revision, kept)
-    return found
 
 
 MAX_REQUEST_BYTES = 96 << 10

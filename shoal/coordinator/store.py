@@ -9,15 +9,12 @@ changed nothing.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import msgspec
 
 from shoal.coordinator import (
-    Change,
-    Changes,
-    Compacted,
     Conflict,
     DeleteIf,
     Grant,
@@ -38,8 +35,6 @@ MAX_KEYS = 8192
 MAX_LEASES = 8192
 MAX_STATE_BYTES = 8 << 20
 MAX_CLIENTS = 4096  # whose latest outcome is kept
-_MAX_HISTORY = 4096
-_MAX_HISTORY_BYTES = 4 << 20
 
 
 class RequestId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,7 +60,7 @@ class Record(Tagged, frozen=True):
 
 
 class StoreImage(Tagged, frozen=True):
-    """A store as it is written to disk: all but the times of leases and the changes so far."""
+    """A store as it is written to disk: all but the times of leases."""
 
     index: Number
     revision: Number
@@ -89,7 +84,7 @@ def covers(name: str, key: str) -> bool:
 
 
 class Store:
-    """Keys, leases, the latest changes, and the outcomes of requests."""
+    """Keys, leases, and the outcomes of requests."""
 
     def __init__(self) -> None:
         self.index = 0  # of the latest record
@@ -99,25 +94,12 @@ class Store:
         self._entry_bytes = 0
         self._leases: dict[int, _HeldLease] = {}
         self._outcomes: OrderedDict[int, tuple[int, Outcome]] = OrderedDict()
-        self._history: deque[Change] = deque()
-        self._history_bytes = 0
-        self._forgotten = 0  # the latest revision whose change is not kept
 
     # ------------------------------------------------------------------ reading
 
     def list(self, name: str) -> Listing:
         found = {key: self._entries[key] for key in sorted(self._entries) if covers(name, key)}
-        return Listing(self.revision, found)
-
-    def changes(self, name: str, after_revision: int) -> Changes:
-        if after_revision < self._forgotten or after_revision > self.revision:
-            raise Compacted.of(after_revision)
-        found = (
-            change
-            for change in self._history
-            if change.revision > after_revision and covers(name, change.key)
-        )
-        return Changes(self.revision, tuple(found))
+        return Listing(found)
 
     def outcome(self, by: RequestId) -> Outcome | None:
         """What a request led to that was carried out before, if it is the client's latest."""
@@ -207,13 +189,11 @@ class Store:
         self._entry_bytes += _entry_bytes(key, value)
         if lease_id is not None:
             self._leases[lease_id].keys.add(key)
-        self._note(Change(key, value, self.revision, lease_id))
 
     def _delete(self, key: str) -> None:
         self._unbind(key)
         del self._entries[key]
         self.revision += 1
-        self._note(Change(key, None, self.revision))
 
     def _unbind(self, key: str) -> None:
         old = self._entries.get(key)
@@ -222,14 +202,6 @@ class Store:
         self._entry_bytes -= _entry_bytes(key, old.value)
         if old.lease_id in self._leases:
             self._leases[old.lease_id].keys.discard(key)
-
-    def _note(self, change: Change) -> None:
-        self._history.append(change)
-        self._history_bytes += _entry_bytes(change.key, change.value or b"")
-        while len(self._history) > _MAX_HISTORY or self._history_bytes > _MAX_HISTORY_BYTES:
-            oldest = self._history.popleft()
-            self._history_bytes -= _entry_bytes(oldest.key, oldest.value or b"")
-            self._forgotten = oldest.revision
 
     # ------------------------------------------------------------------ to and from disk
 
@@ -242,10 +214,10 @@ class Store:
 
     @classmethod
     def of_image(cls, image: StoreImage, now_s: float) -> Store:
-        """Leases have their whole time; changes before are not known."""
+        """Leases have their whole time."""
         store = cls()
         store.index = image.index
-        store.revision = store._forgotten = image.revision
+        store.revision = image.revision
         store._next_lease = image.next_lease
         for number, terms in image.leases.items():
             store._leases[number] = _HeldLease(terms, now_s + terms.ttl_s)

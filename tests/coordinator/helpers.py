@@ -121,12 +121,6 @@ def changed(coordinator: Coordinator, times: int, leases: bool = False) -> list[
     return seen
 
 
-def assert_changed_once(coordinator: Coordinator, seen: list[int]) -> None:
-    changes = coordinator.watch("a", 0, 1.0).changes
-    assert [change.revision for change in changes if change.value is not None] == seen
-    assert len(changes) == len(seen) * 11 // 10
-
-
 def count(coordinator: Coordinator) -> int:
     found = coordinator.get("counter")
     return 0 if found is None else int(found.value[:20])
