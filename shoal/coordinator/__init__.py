@@ -89,7 +89,7 @@ class LeaseLost(CoordinatorError):
 
 
 class Unavailable(CoordinatorError):
-    """The coordinator did not answer in time, is full, or could not write its log."""
+    """The coordinator did not answer in time, is full, or could not write its store."""
 
 
 _ERRORS = {each.__name__: each for each in (Conflict, LeaseLost, Unavailable)}

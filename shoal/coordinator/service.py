@@ -6,6 +6,7 @@ one that is not a request ends its connection, and nothing else.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -19,16 +20,19 @@ from shoal.coordinator import (
     Answer,
     CoordinatorError,
     Failed,
+    Grant,
     KeepAlive,
+    LeaseLost,
     List,
     Mutation,
     Outcome,
+    PutIf,
     Request,
     Unavailable,
     requests,
 )
-from shoal.coordinator.log import LogBroken, StoreLog
-from shoal.coordinator.store import MAX_CLIENTS, Expired, Record, RequestId, Store
+from shoal.coordinator.store import MAX_CLIENTS, RequestId, Store
+from shoal.coordinator.store_file import OutcomeUnknown, StoreFile
 from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
@@ -61,15 +65,15 @@ class LeaseClock:
 class Core:
     """Answers requests of all clients, one at a time."""
 
-    def __init__(
-        self, store: Store, log: StoreLog | None = None, clock_s: Callable[[], float] | None = None
-    ):
-        self._store = store
-        self._log = log
+    def __init__(self, file: StoreFile | None = None, clock_s: Callable[[], float] | None = None):
+        """Without a file the store is in memory alone."""
+        self._file = file
         self._clock_s = clock_s or LeaseClock().now_s
         self._changing = threading.Lock()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # of each client: the latest
+        self._ends_s: dict[int, float] = {}  # of each lease
         self._is_closed = False
+        self._take(Store() if file is None else file.store)
 
     def answer(self, request: Request, by: RequestId | None = None) -> Answer:
         """The answer to one request; to the same request again, the same one."""
@@ -88,18 +92,20 @@ class Core:
     def close(self) -> None:
         with self._changing:
             self._is_closed = True
-            if self._log is not None:
-                self._log.close()
+            if self._file is not None:
+                self._file.close()
 
     # ------------------------------------------------------------------ under the lock
 
-    def _answer(self, request: Mutation | KeepAlive | List, by: RequestId | None) -> Answer:
+    def _answer(self, request: Request, by: RequestId | None) -> Answer:
         if by is not None and not self._is_latest(by):
             raise Unavailable("this client has sent another request since")
         if isinstance(request, List):
             return self._store.list(request.name)
         if isinstance(request, KeepAlive):
-            return self._store.renew(request.lease_id, self._clock_s())
+            ttl_s = self._lease(request.lease_id).ttl_s
+            self._ends_s[request.lease_id] = self._clock_s() + ttl_s
+            return ttl_s
         return self._mutate(request, by)
 
     def _is_latest(self, by: RequestId) -> bool:
@@ -111,34 +117,45 @@ class Core:
             self._seen.popitem(last=False)
         return this >= latest
 
+    def _lease(self, lease_id: int) -> Grant:
+        if self._ends_s.get(lease_id, -math.inf) <= self._clock_s():
+            raise LeaseLost.of(lease_id)
+        return self._store.leases[lease_id]
+
     def _mutate(self, request: Mutation, by: RequestId | None) -> Outcome:
         known = None if by is None else self._store.outcome(by)
         if known is not None:
             return known
-        self._store.check(request, self._clock_s())
+        if isinstance(request, PutIf) and request.lease_id is not None:
+            self._lease(request.lease_id)
+        store, outcome = self._store.after(request, by)
         try:
-            return self._carry_out(request, by)
-        except LogBroken:
+            self._keep(store)
+        except OutcomeUnknown:
             raise
         except OSError as error:
-            reason = f"the coordinator could not write its log ({error.strerror})"
+            reason = f"the coordinator could not write its store ({error.strerror})"
             raise Unavailable(f"{reason}: nothing was changed; make room for it") from error
-
-    def _carry_out(self, change: Mutation | Expired, by: RequestId | None) -> Outcome:
-        record = Record(self._store.index + 1, change, by)
-        if self._log is not None:
-            self._log.append(record, self._store.image)
-        outcome = self._store.apply(record, self._clock_s())
-        if self._log is not None:
-            self._log.compact_if_due(self._store.image)
         return outcome
 
+    def _keep(self, store: Store) -> None:
+        if self._file is not None:
+            self._file.write(store)
+        self._take(store)
+
+    def _take(self, store: Store) -> None:
+        """Leases that are new here have their whole time."""
+        now_s = self._clock_s()
+        held = store.leases.items()
+        self._ends_s = {n: self._ends_s.get(n, now_s + lease.ttl_s) for n, lease in held}
+        self._store = store
+
     def _expire(self) -> None:
-        expired = self._store.expired(self._clock_s())
-        if expired is None or self._is_closed:
-            return
-        with suppress(OSError):  # tried again at the next request or tick
-            self._carry_out(expired, None)
+        now_s = self._clock_s()
+        ended = {lease_id for lease_id, end_s in self._ends_s.items() if end_s <= now_s}
+        if ended and not self._is_closed:
+            with suppress(OSError):  # tried again at the next request or tick
+                self._keep(self._store.without(ended))
 
 
 MAX_REQUEST_BYTES = 96 << 10
@@ -185,8 +202,8 @@ class CoordinatorService(ConnectionService):
             raise Refused("a request of another client")
         try:
             answer = self._core.answer(requests.decode(meta), by)
-        except LogBroken as error:
-            raise Refused(f"the coordinator cannot write its log: {error.strerror}") from error
+        except OutcomeUnknown as error:
+            raise Refused(f"the coordinator cannot write its store: {error.strerror}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Refused(f"not a request to a coordinator: {error}") from error
         connection.sock.settimeout(_SEND_S)
