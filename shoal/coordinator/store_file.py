@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput
+from shoal.runtime.checkpoint_folders import sync_path
 from shoal.runtime.decoders import decode_msgpack
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.files import locked, read_bounded
@@ -65,7 +66,7 @@ class StoreFile:
             raise
         failpoint("store.rename")
         try:
-            _sync_folder(self._path.parent)
+            sync_path(self._path.parent)
         except OSError as error:
             raise OutcomeUnknown(error.errno, error.strerror) from error
 
@@ -95,11 +96,3 @@ def _write_whole(path: Path, data: bytes) -> None:
         failpoint("store.temporary")
         os.fsync(file.fileno())
     failpoint("store.fsync")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
