@@ -37,8 +37,8 @@ from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.service import JOIN_S, ConnectionService
-from shoal.runtime.acceptor import service_thread
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.waits import Periodic
 
 LONGEST_TICK_S = 0.1
 
@@ -170,7 +170,7 @@ class CoordinatorService(ConnectionService):
         super().__init__(secret, addresses, tls)
         self.addresses = [listener.address for listener in self.listeners]
         self._core = core
-        self._ticking = service_thread("shoal-leases", self._tick)
+        self._ticking = Periodic("shoal-leases", _TICK_S, core.tick)
         self._ticking.start()
         self.start()
 
@@ -178,11 +178,7 @@ class CoordinatorService(ConnectionService):
         self.stop_listening()
         self._core.close()
         self.end_connections()
-        self._ticking.join(JOIN_S)
-
-    def _tick(self) -> None:
-        while not self.closed.wait(_TICK_S):
-            self._core.tick()
+        self._ticking.close(JOIN_S)
 
     def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
         if hello.channel != "coordinator":

@@ -34,6 +34,7 @@ from shoal.protocol import FrameKind, Header
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.waits import Periodic
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
 from shoal.server.member.operations import Decided, Lost, StepClosed
@@ -51,30 +52,6 @@ _MAX_REQUESTS = 8  # of one look
 _APART_OF_TTL = 2  # a copy without a connection for so many leases is said to be unreachable
 _POLL_S = 0.25
 ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
-
-
-class Periodic:
-    """A thread that acts at regular intervals, and when it is poked."""
-
-    def __init__(self, name: str, period_s: float, act: Callable[[], None]):
-        self._period_s = period_s
-        self._act = act
-        self._is_over = False
-        self._poked = threading.Event()
-        self.poke = self._poked.set
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.start = self._thread.start
-
-    def close(self, join_s: float) -> None:
-        self._is_over = True
-        self.poke()
-        self._thread.join(join_s)
-
-    def _run(self) -> None:
-        while not self._is_over:
-            self._act()
-            self._poked.wait(self._period_s)
-            self._poked.clear()
 
 
 class Keeper:
@@ -100,8 +77,9 @@ class Keeper:
         self._alive_key = alive_key(runtime.place.process)
 
     def start(self) -> None:
-        self._renewals.start()
-        self._looks.start()
+        for each in (self._renewals, self._looks):
+            each.start()
+            each.poke()
 
     def close(self, join_s: float) -> None:
         self._renewals.close(join_s)
