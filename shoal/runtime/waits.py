@@ -142,7 +142,8 @@ class Periodic(AbstractContextManager["Periodic"]):
     def close(self, join_s: float | None = None) -> None:
         self._is_over = True
         self.poke()
-        self._thread.join(join_s)
+        if self._thread.is_alive():
+            self._thread.join(join_s)
 
     def _run(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -278,11 +278,9 @@ class Leading:
 
 @dataclass(frozen=True)
 class ChainSettings:
-    """Who a copy is, and where others listen, as far as that is known before the coordinator says
-    it: by the number of the process."""
+    """Who a copy is, and the coordinator, which says where others listen."""
 
     place: ChainPlace
-    known: Mapping[int, str]
     coordinator: Coordinator
     ttl_s: float
     leases: Coordinator | None = None  # the same coordinator over another connection
@@ -308,14 +306,14 @@ class ChainParts:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
         self.runtime = ChainRuntime(place, host, on_reset)
         header = Header(FrameKind.HELLO, place.copy, place.shard)
-        book = AddressBook(settings.host, dict(settings.known))
+        book = AddressBook(settings.host)
         first = place.shard * place.copies
         self.runtime.links = {
-            peer: PeerLink(self.runtime, peer, partial(book.of, first + peer), secret, header, tls)
+            peer: PeerLink(self.runtime, peer, partial(book.get, first + peer), secret, header, tls)
             for peer in range(place.copies)
             if peer != place.copy
         }
-        self.leading = Leading(self.runtime, book.of, secret, tls)
+        self.leading = Leading(self.runtime, book.get, secret, tls)
         own = own_address(*listens, settings.host, settings.hostname)
         self.keeper = Keeper(self.runtime, settings, own, book)
 
