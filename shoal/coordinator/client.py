@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -23,11 +24,12 @@ from shoal.coordinator.etcd_gateway import RunKeys, check_trusted, is_etcd, pars
 from shoal.errors import BadInput
 from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import PLAIN, client_context, connect
+from shoal.protocol.endpoint import PLAIN, connect
 from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.variable_text import MIN_LEASE_S
 from shoal.runtime.waits import Backoff, waiting
+from shoal.transport.tcp.tls import own_context
 
 CALL_S = 3.0
 START_S = 30.0  # a coordinator that has not been reached before may be starting
@@ -183,8 +185,10 @@ def open_etcd(
     config: RunConfig, address: str, secret: bytes, who: str, call_s: float = ETCD_CALL_S
 ) -> EtcdCoordinator:
     endpoints = parse_endpoints(address)
-    context = client_context(config.etcd, "SHOAL_ETCD") if address.startswith("etcds:") else None
-    if context is None:
+    context = None
+    if address.startswith("etcds:"):
+        context = own_context(config.etcd, ssl.PROTOCOL_TLS_CLIENT, "SHOAL_ETCD")
+    else:
         check_trusted(endpoints, config.tls.trusted_network)
     return EtcdCoordinator(endpoints, RunKeys(secret), who, context, call_s)
 
