@@ -126,6 +126,8 @@ class Core:
         known = None if by is None else self._store.outcome(by)
         if known is not None:
             return known
+        if self._is_closed:
+            raise Unavailable("the coordinator ends")
         if isinstance(request, PutIf) and request.lease_id is not None:
             self._lease(request.lease_id)
         store, outcome = self._store.after(request, by)
