@@ -48,7 +48,7 @@ def coordinator(connect: Connect) -> Coordinator:
     return connect()
 
 
-@pytest @ pytest.mark.parametrize("value", [b"\x00\xff value", b""])
+@pytest.mark.parametrize("value", [b"\x00\xff value", b""])
 def test_a_value_is_read_back_with_its_version(coordinator: Coordinator, value: bytes) -> None:
     assert coordinator.get("chain/0") is None
     written = coordinator.put_if("chain/0", value, 0)
