@@ -113,7 +113,14 @@ def launch(
                 spec, template=stack.enter_context(template_of(spec.command, spec.config, kept))
             )
         logs = stack.enter_context(output.LogFiles(spec.logs, spec.appends_logs))
-        signals = SignalEvents(events.put)
+        template = spec.template
+
+        def put_signal(event: Event) -> None:
+            events.put(event)
+            if template is not None:
+                template.cancel()
+
+        signals = SignalEvents(put_signal)
         stack.enter_context(nullcontext() if spec.body else signals)
         run_dir = stack.enter_context(new_run_dir())
         with output.OutputPump(events.put) as pump:

@@ -56,9 +56,9 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 class Fork:
     """What `Processes` uses of a Popen."""
 
-    def __init__(self, pid: int):
+    def __init__(self, pid: int, returncode: int | None = None):
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode = returncode
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
