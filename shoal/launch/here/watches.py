@@ -20,7 +20,7 @@ from shoal.runtime.waits import Periodic, state_of
 from shoal.transport.shm.lasting_memory import keep
 
 _MEMORY_S = 0.02
-_SILENT_S = 3.0
+SILENT_S = 3.0
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def start_notice(
     say: Callable[[str], None],
     is_heard: threading.Event,
     has_started: Callable[[], bool],
-    silent_s: float = _SILENT_S,
+    silent_s: float,
 ) -> Periodic:
     """Around a run: `line` is said once it has been silent for a while and has not started."""
     unsaid = [line]
