@@ -60,24 +60,19 @@ class Failed(Tagged, frozen=True):
 
     error: str
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
-    current: Versioned | None = None
 
 
 class CoordinatorError(ShoalError):
     """What a coordinator answers instead of a result."""
 
-    def __init__(self, reason: str, current: Versioned | None = None):
-        super().__init__(reason)
-        self.current = current
-
 
 class Conflict(CoordinatorError):
-    """The key has another version than the one that was asked for, `current`; nothing changed."""
+    """The key has another version than the one that was asked for; nothing changed."""
 
     @classmethod
     def of(cls, key: str, current: Versioned | None) -> Conflict:
         at = "does not exist" if current is None else f"is at version {current.version}"
-        return cls(f"{key} was changed by another process: it {at}", current)
+        return cls(f"{key} was changed by another process: it {at}")
 
 
 class LeaseLost(CoordinatorError):
@@ -190,7 +185,7 @@ class Coordinator(AbstractContextManager["Coordinator"]):
             raise BadInput(f"a coordinator does not take {describe(request)}: {error}") from error
         answer = self._ask(request)
         if isinstance(answer, Failed):
-            raise _ERRORS.get(answer.error, Unavailable)(answer.reason, answer.current)
+            raise _ERRORS.get(answer.error, Unavailable)(answer.reason)
         if not isinstance(answer, kind):
             raise Unavailable(f"{type(answer).__name__} is no answer to {describe(request)}")
         return answer

@@ -82,7 +82,7 @@ class Core:
                 self._expire()
                 return self._answer(request, by)
         except CoordinatorError as error:
-            return Failed(type(error).__name__, str(error), error.current)
+            return Failed(type(error).__name__, str(error))
 
     def tick(self) -> None:
         """End the leases whose time is over."""
