@@ -25,7 +25,7 @@ from pathlib import Path
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here import output
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
-from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication, worker_config
+from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication
 from shoal.launch.here.processes import Processes
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
@@ -327,7 +327,16 @@ class LocalWorkers(Processes):
 
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
         run, spec = self._run, self._run.spec
-        config = worker_config(spec.config, run.run_dir, rank, spec.workers, spec.servers)
+        config = replace(
+            spec.config,
+            rank=rank,
+            size=spec.workers,
+            local_rank=rank,
+            local_size=spec.workers,
+            rendezvous=run.run_dir.rendezvous,
+            run_dir=run.run_dir,
+            servers=spec.servers or spec.config.servers,
+        )
         if spec.body is not None:
             self.fork(_in_fork, spec.body, config, run.run_dir, os.getpid())
             return
