@@ -12,7 +12,6 @@ import pytest
 
 from shoal.comm.network import HostNetwork
 from shoal.coordinator.service import CoordinatorService, Core
-from shoal.coordinator.store import Store
 from shoal.errors import BadInput
 from shoal.protocol.endpoint import Listener
 from shoal.runtime.config import RunConfig
@@ -53,7 +52,7 @@ ENTRIES: dict[str, Callable[[], object]] = {
     "second address of a server": lambda: Server(
         "tcp:127.0.0.1:0", new_secret(), None, "tcp:0.0.0.0:0"
     ),
-    "coordinator": lambda: CoordinatorService(Core(Store()), new_secret(), ["tcp:0.0.0.0:0"]),
+    "coordinator": lambda: CoordinatorService(Core(), new_secret(), ["tcp:0.0.0.0:0"]),
     "listener of IPv6": lambda: Listener("tcp:[::]:0"),
     "data plane": lambda: HostNetwork(RunConfig.from_environment(NO_SECRET_HERE)).key(0),
     "Gloo": lambda: HostNetwork(RunConfig.from_environment(NO_SECRET_HERE)).check_gloo(0),

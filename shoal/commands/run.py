@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,15 +143,29 @@ def evaluate(
     """Test what a script or an example has trained, on data that it has not seen."""
     if not (checkpoint / MANIFEST).exists():
         raise CheckpointError(f"there is no checkpoint at {checkpoint} (no {MANIFEST} in it)")
-    if script is not None:
-        asked = launching.WorkersOptions(workers, strategy, device=device)
-        _evaluate_script(checkpoint, launching.command_for(script, args), asked, as_json)
-        return
-    if workers or strategy:
-        raise BadInput("name the script, or the example, behind the checkpoint: -n and -s need it")
-    from shoal.train.checkpoints.files import read_manifest  # torch: only where there is something
-
+    name = script or _example_of(checkpoint)
+    command = launching.command_for(name, args)
+    asked = launching.WorkersOptions(workers, strategy, device=device)
     start_s = time.monotonic()
+    target = command[2:] if command[1] == "-m" else command[1:]
+    with scratch_folder("eval") as folder:
+        result = folder / "result.json"
+        words = [*launching.WORKER_COMMAND, "eval", str(checkpoint), str(result), *target]
+        is_quiet = as_json or script is None
+        launch_workers = launching.run_quietly if is_quiet else launching.run_shown
+        launch_workers(words, asked.workers or 1, asked.to_config())
+        metrics = json.loads(result.read_text("utf-8")) if result.is_file() else {}
+    seconds = time.monotonic() - start_s
+    of = "example" if script is None else "script"
+    document = {"checkpoint": str(checkpoint), of: name, **metrics, "seconds": seconds}
+    shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()) or "no metric"
+    show(document, [f"{name}: {shown} (tested in {seconds:.1f} s)"], as_json)
+
+
+def _example_of(checkpoint: Path) -> str:
+    """Which example has saved it."""
+    from shoal.train.checkpoints.files import read_manifest  # torch: only where it is needed
+
     about = read_manifest(checkpoint).get("about")
     name = about.get("example") if isinstance(about, dict) else None
     if name not in launching.EXAMPLES:
@@ -160,38 +173,4 @@ def evaluate(
             f"the checkpoint at {checkpoint} is not of an example, so there is no test for it: "
             "name its script behind it, with a function evaluate(job, checkpoint)"
         )
-    from shoal.comm.executors.solo import solo_group
-    from shoal.launch.rank.worker_group import choose_device
-    from shoal.train.job import Job
-
-    job = Job(as_strategy("single"), solo_group(), device=choose_device(device, None))
-    try:
-        test = import_module(f"shoal.examples.{name}").evaluate
-        metrics: dict[str, float] = test(job, str(checkpoint), about)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint at {checkpoint} is damaged: its description of {name} does not fit "
-            f"({error})"
-        ) from error
-    seconds = time.monotonic() - start_s
-    document = {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
-    words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-    show(document, [f"{name}: {words} (tested in {seconds:.1f} s)"], as_json)
-
-
-def _evaluate_script(
-    checkpoint: Path, command: list[str], asked: launching.WorkersOptions, as_json: bool
-) -> None:
-    """On workers that call its test function; what they print is shown, unless JSON is."""
-    start_s = time.monotonic()
-    target = command[2:] if command[1] == "-m" else command[1:]
-    with scratch_folder("eval") as folder:
-        result = folder / "result.json"
-        words = [*launching.WORKER_COMMAND, "eval", str(checkpoint), str(result), *target]
-        launch_workers = launching.run_quietly if as_json else launching.run_shown
-        launch_workers(words, asked.workers or 1, asked.to_config())
-        metrics = json.loads(result.read_text("utf-8")) if result.is_file() else {}
-    seconds = time.monotonic() - start_s
-    document = {"checkpoint": str(checkpoint), "script": target[0], **metrics, "seconds": seconds}
-    shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()) or "no metric"
-    show(document, [f"{target[0]}: {shown} (tested in {seconds:.1f} s)"], as_json)
+    return str(name)

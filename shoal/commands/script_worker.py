@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.run import replaced_run, run
 from shoal.launch.rank.worker import Train, Worker
@@ -186,7 +186,15 @@ def evaluate(train: Train, checkpoint: str, result: str, script: str) -> None:
         given: list[Any] = [checkpoint]
         if len(inspect.signature(function).parameters) > 2:
             given.append(read_manifest(Path(checkpoint)).get("about") or {})
-        found = function(job, *given)
+        try:
+            found = function(job, *given)
+        except (KeyError, TypeError, ValueError) as error:
+            if len(given) < 2:
+                raise
+            raise CheckpointError(
+                f"the checkpoint at {checkpoint} is damaged: what it says of {script} does not fit "
+                f"({error})"
+            ) from error
         if job.rank == 0 and found is not None:
             metrics = found if isinstance(found, dict) else {"metric": found}
             numbers = {str(name): float(value) for name, value in metrics.items()}

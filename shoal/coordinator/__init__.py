@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeVar
@@ -15,6 +16,7 @@ from shoal.runtime.decoders import msgpack_decoder
 MAX_VALUE_BYTES = 64 << 10
 MAX_NUMBER = (1 << 63) - 1
 WATCH_S = 5.0
+_LOOK_S = 0.1
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -47,26 +49,9 @@ class Lease(Tagged, frozen=True):
     ttl_s: float
 
 
-class Change(Tagged, frozen=True):
-    """A key was written; or deleted, with `value` None. Its new version is `revision`."""
-
-    key: str
-    value: bytes | None
-    revision: int
-    lease_id: int | None = None
-
-
-class Changes(Tagged, frozen=True):
-    """All changes up to `revision`, in their order: watch from there on."""
-
-    revision: int
-    changes: tuple[Change, ...] = ()
-
-
 class Listing(Tagged, frozen=True):
-    """Keys and values at one moment, and the revision to watch from."""
+    """Keys and values at one moment."""
 
-    revision: int
     entries: dict[str, Versioned] = {}
 
 
@@ -75,24 +60,19 @@ class Failed(Tagged, frozen=True):
 
     error: str
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
-    current: Versioned | None = None
 
 
 class CoordinatorError(ShoalError):
     """What a coordinator answers instead of a result."""
 
-    def __init__(self, reason: str, current: Versioned | None = None):
-        super().__init__(reason)
-        self.current = current
-
 
 class Conflict(CoordinatorError):
-    """The key has another version than the one that was asked for, `current`; nothing changed."""
+    """The key has another version than the one that was asked for; nothing changed."""
 
     @classmethod
     def of(cls, key: str, current: Versioned | None) -> Conflict:
         at = "does not exist" if current is None else f"is at version {current.version}"
-        return cls(f"{key} was changed by another process: it {at}", current)
+        return cls(f"{key} was changed by another process: it {at}")
 
 
 class LeaseLost(CoordinatorError):
@@ -103,19 +83,11 @@ class LeaseLost(CoordinatorError):
         return cls(f"lease {lease_id} has ended, and its keys were deleted")
 
 
-class Compacted(CoordinatorError):
-    """Changes after so old a revision are not known any more: list the keys, watch from there."""
-
-    @classmethod
-    def of(cls, after_revision: int) -> Compacted:
-        return cls(f"changes after revision {after_revision} are not kept any more")
-
-
 class Unavailable(CoordinatorError):
-    """The coordinator did not answer in time, is full, or could not write its log."""
+    """The coordinator did not answer in time, is full, or could not write its store."""
 
 
-_ERRORS = {each.__name__: each for each in (Conflict, LeaseLost, Compacted, Unavailable)}
+_ERRORS = {each.__name__: each for each in (Conflict, LeaseLost, Unavailable)}
 
 
 # ---------------------------------------------------------------------- requests
@@ -146,16 +118,10 @@ class DeleteIf(Tagged, frozen=True):
     version: Number
 
 
-class Watch(Tagged, frozen=True):
-    name: Name
-    after_revision: Number
-    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
-
-
 Mutation = Grant | PutIf | DeleteIf
-Request = Mutation | KeepAlive | List | Watch
+Request = Mutation | KeepAlive | List
 Outcome = Lease | int  # of a mutation; the revision of a change
-Answer = Outcome | float | Listing | Changes | Failed  # a number of seconds: what a lease has left
+Answer = Outcome | float | Listing | Failed  # a number of seconds: what a lease has left
 requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Request)
 _checking = threading.Lock()  # msgspec inspects a type when it first meets it
 T = TypeVar("T")
@@ -204,9 +170,12 @@ class Coordinator(AbstractContextManager["Coordinator"]):
         """Delete a key that has this version; the revision of its deletion. Conflict."""
         return self._result(DeleteIf(key, version), int)
 
-    def watch(self, name: str, after_revision: int, timeout_s: float = WATCH_S) -> Changes:
-        """Wait for changes after a revision; none when `timeout_s` have passed. Compacted."""
-        return self._result(Watch(name, after_revision, float(timeout_s)), Changes)
+    def watch(self, name: str, seen: Listing | None, timeout_s: float = WATCH_S) -> Listing:
+        """The keys as soon as they are others than those that were seen, or after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while (found := self.list(name)) == seen and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        return found
 
     def _result(self, request: Request, kind: type[T]) -> T:
         try:
@@ -216,7 +185,7 @@ class Coordinator(AbstractContextManager["Coordinator"]):
             raise BadInput(f"a coordinator does not take {describe(request)}: {error}") from error
         answer = self._ask(request)
         if isinstance(answer, Failed):
-            raise _ERRORS.get(answer.error, Unavailable)(answer.reason, answer.current)
+            raise _ERRORS.get(answer.error, Unavailable)(answer.reason)
         if not isinstance(answer, kind):
             raise Unavailable(f"{type(answer).__name__} is no answer to {describe(request)}")
         return answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -23,11 +24,12 @@ from shoal.coordinator.etcd_gateway import RunKeys, check_trusted, is_etcd, pars
 from shoal.errors import BadInput
 from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import PLAIN, client_context, connect
+from shoal.protocol.endpoint import PLAIN, connect
 from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.variable_text import MIN_LEASE_S
 from shoal.runtime.waits import Backoff, waiting
+from shoal.transport.tcp.tls import own_context
 
 CALL_S = 3.0
 START_S = 30.0  # a coordinator that has not been reached before may be starting
@@ -37,7 +39,10 @@ _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(coordinator.Ans
 
 
 class RemoteCoordinator(coordinator.Coordinator):
-    """`who` asks, for errors. Calls end within `call_s`, the first one within `start_s`."""
+    """`who` asks, for errors. Calls end within `call_s`, the first one within `start_s`.
+
+    There is one connection, made when it is needed; one request at a time.
+    """
 
     def __init__(
         self,
@@ -49,51 +54,42 @@ class RemoteCoordinator(coordinator.Coordinator):
         start_s: float = START_S,
     ):
         self.address = address
+        self._secret = secret
         self._who = who
+        self._tls = tls
         self._call_s = call_s
-        self._start_s = start_s
-        client = secrets.randbits(62)
-        self._calls = _Wire(address, secret, tls, client)
-        self._watches = _Wire(address, secret, tls, client)
+        self._allowed_s = max(start_s, call_s)  # until it has been reached
+        self._client = secrets.randbits(62)
+        self._sequence = 0
+        self._connection: Connection | None = None
+        self._is_closed = False
+        self._asking = threading.Lock()
+        self._changing = threading.Lock()
 
     def close(self) -> None:
-        self._calls.close()
-        self._watches.close()
+        """From any thread: the exchange that waits ends."""
+        with self._changing:
+            self._is_closed = True
+            if self._connection is not None:
+                self._connection.abort()
+        if self._asking.acquire(timeout=_CLOSE_S):  # else its holder closes the connection
+            self._drop()
+            self._asking.release()
 
     def _ask(self, request: coordinator.Request) -> coordinator.Answer:
-        is_known = self._calls.has_connected or self._watches.has_connected
-        allowed_s = self._call_s if is_known else max(self._start_s, self._call_s)
-        wire = self._calls
-        if isinstance(request, coordinator.Watch):
-            wire = self._watches
-            allowed_s += request.timeout_s
         what = coordinator.describe(request)
         try:
             with waiting(self._who, "the coordinator", what):
-                return wire.ask(request, time.monotonic() + allowed_s)
+                return self._until_answered(request, time.monotonic() + self._allowed_s)
         except (OSError, Refused) as error:
             raise coordinator.Unavailable(
                 f"{self._who}: the coordinator at {self.address} has not answered {what} "
                 f"({error or 'no reason'})"
             ) from error
 
-
-class _Wire:
-    """One connection that is made when it is needed; one request at a time."""
-
-    def __init__(self, address: str, secret: bytes, tls: TlsConfig, client: int):
-        self.is_closed = False
-        self.has_connected = False
-        self._address = address
-        self._secret = secret
-        self._tls = tls
-        self._client = client
-        self._sequence = 0
-        self._connection: Connection | None = None
-        self._asking = threading.Lock()
-        self._changing = threading.Lock()
-
-    def ask(self, request: coordinator.Request, deadline_s: float) -> coordinator.Answer:
+    def _until_answered(
+        self, request: coordinator.Request, deadline_s: float
+    ) -> coordinator.Answer:
         """Send it until it is answered: a number belongs to one request."""
         if not self._asking.acquire(timeout=_left_s(deadline_s)):
             raise TimeoutError("another request waits")
@@ -106,7 +102,7 @@ class _Wire:
                     answer = self._exchange(request, attempt, deadline_s)
                     break
                 except (OSError, Refused):
-                    if self.is_closed or time.monotonic() >= deadline_s:
+                    if self._is_closed or time.monotonic() >= deadline_s:
                         raise
                 pause()
         finally:
@@ -114,16 +110,6 @@ class _Wire:
         if isinstance(answer, float):  # what is left of a lease counts from before it was asked for
             return max(0.0, answer - (time.monotonic() - sent_s))
         return answer
-
-    def close(self) -> None:
-        """From any thread: the exchange that waits ends."""
-        with self._changing:
-            self.is_closed = True
-            if self._connection is not None:
-                self._connection.abort()
-        if self._asking.acquire(timeout=_CLOSE_S):  # else its holder closes the connection
-            self._drop()
-            self._asking.release()
 
     def _exchange(
         self, request: coordinator.Request, attempt: int, deadline_s: float
@@ -149,17 +135,17 @@ class _Wire:
         return decoded
 
     def _connected(self, deadline_s: float) -> Connection:
-        if self.is_closed:
+        if self._is_closed:
             raise ConnectionError("it is closed")
-        connection = connect(self._address, self._tls, _left_s(deadline_s))
+        connection = connect(self.address, self._tls, _left_s(deadline_s))
         with self._changing:
             self._connection = connection
-            if self.is_closed:
+            if self._is_closed:
                 connection.abort()
         connection.sock.settimeout(_left_s(deadline_s))
         header = Header(FrameKind.HELLO, incarnation=self._client)
         authenticate(connection, self._secret, "coordinator", header)
-        self.has_connected = True
+        self._allowed_s = self._call_s
         return connection
 
     def _drop(self) -> None:
@@ -199,8 +185,10 @@ def open_etcd(
     config: RunConfig, address: str, secret: bytes, who: str, call_s: float = ETCD_CALL_S
 ) -> EtcdCoordinator:
     endpoints = parse_endpoints(address)
-    context = client_context(config.etcd, "SHOAL_ETCD") if address.startswith("etcds:") else None
-    if context is None:
+    context = None
+    if address.startswith("etcds:"):
+        context = own_context(config.etcd, ssl.PROTOCOL_TLS_CLIENT, "SHOAL_ETCD")
+    else:
         check_trusted(endpoints, config.tls.trusted_network)
     return EtcdCoordinator(endpoints, RunKeys(secret), who, context, call_s)
 

@@ -3,7 +3,6 @@
 version of a key           its mod_revision
 put_if, delete_if          a transaction that compares it
 lease                      a lease of etcd, whose number the client chooses
-watch                      a stream (`WatchStream`)
 
 Changes are made once or not at all, whatever becomes of their answers. A transaction also writes
 its number to a key of this client, the marker, and compares the marker's revision. Sent again
@@ -14,22 +13,16 @@ changes nothing.
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import secrets
 import ssl
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from shoal.coordinator import (
     Answer,
-    Change,
-    Changes,
-    Compacted,
     Conflict,
     Coordinator,
     DeleteIf,
@@ -42,121 +35,15 @@ from shoal.coordinator import (
     PutIf,
     Request,
     Unavailable,
-    Watch,
 )
 from shoal.coordinator import etcd_gateway as etcd
-
-_MAX_LINE_BYTES = 64 << 20
-_CONNECT_S = 1.0
-_PAUSE_S = 0.05
-_ARRIVAL_S = 0.25  # in which changes arrive that were made before the watch began
-
-
-class WatchStream(etcd.Gateway):
-    """One watch at a time; a stream that breaks is opened again at another member."""
-
-    _position: tuple[str, int] | None = None  # what is watched, and after which revision
-    _response: http.client.HTTPResponse
-    _is_behind = True  # changes from before it was opened have not arrived
-
-    def changes(
-        self, keys: etcd.RunKeys, name: str, after_revision: int, timeout_s: float
-    ) -> Changes:
-        """Those after a revision, as soon as there are some; none after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s + _CONNECT_S):
-            raise Unavailable(f"another watch of {self} waits")
-        try:
-            return self._changes(keys, name, after_revision, deadline_s)
-        finally:
-            self._lock.release()
-
-    def _changes(
-        self, keys: etcd.RunKeys, name: str, after_revision: int, deadline_s: float
-    ) -> Changes:
-        while True:
-            try:
-                if self._position != (name, after_revision):
-                    self._begin(keys, name, after_revision, deadline_s)
-                events = self._next_events(after_revision, deadline_s)
-                changes = tuple(_change(keys, event) for event in events)
-                self._position = (name, changes[-1].revision)
-                return Changes(changes[-1].revision, changes)
-            except Compacted:
-                self._drop()
-                raise
-            except TimeoutError:
-                self.skip_member()  # this one may be cut off from the others
-                self._drop()
-                return Changes(after_revision)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self.skip_member()
-                self._drop()
-                if self._is_closed or time.monotonic() + _PAUSE_S >= deadline_s:
-                    reason = f"{self} does not let watch {name}: {error}"
-                    raise Unavailable(reason) from error
-            time.sleep(_PAUSE_S)
-
-    def _begin(self, keys: etcd.RunKeys, name: str, after_revision: int, deadline_s: float) -> None:
-        """A stream that goes on after this revision."""
-        self._drop()
-        self._connection = self.open(max(_CONNECT_S, deadline_s - time.monotonic()))
-        create = {**keys.selection(name), "start_revision": str(after_revision + 1)}
-        body = json.dumps({"create_request": create}).encode()
-        self._connection.request("POST", "/v3/watch", body, etcd.HEADERS)
-        self._sock = self._connection.sock  # which the connection gives to the response
-        self._response = self._connection.getresponse()
-        self._position = (name, after_revision)
-        self._is_behind = True
-
-    def _next_events(self, after_revision: int, deadline_s: float) -> tuple[etcd.WatchEvent, ...]:
-        """TimeoutError when none has come."""
-        assert self._sock is not None
-        while True:
-            least_s = _ARRIVAL_S if self._is_behind else 0.005
-            self._sock.settimeout(max(least_s, deadline_s - time.monotonic()))
-            line = self._response.readline(_MAX_LINE_BYTES)
-            if not line:
-                raise ConnectionError("the stream has ended")
-            if line.strip():
-                result = _result(line, after_revision)
-                self._is_behind = result.header.revision > after_revision
-                if result.events:
-                    return result.events
-
-    def _drop(self) -> None:
-        if self._position is not None:
-            with suppress(OSError):
-                self._response.close()
-        self._position = None
-        super()._drop()
-
-
-def _change(keys: etcd.RunKeys, event: etcd.WatchEvent) -> Change:
-    kv = event.kv
-    key = keys.name_of(kv.key)
-    if event.type == "DELETE":
-        return Change(key, None, kv.mod_revision)
-    return Change(key, kv.value, kv.mod_revision, kv.lease or None)
-
-
-def _result(line: bytes, after_revision: int) -> etcd.WatchResult:
-    answer = etcd.parse(line, etcd.WatchAnswer)
-    if answer.error is not None:
-        raise ConnectionError(str(answer.error)[:200])
-    if answer.result.compact_revision:
-        raise Compacted.of(after_revision)
-    if answer.result.canceled:
-        raise ConnectionError(answer.result.cancel_reason or "the watch was cancelled")
-    return answer.result
-
 
 ETCD_CALL_S = 8.0
 _LEASE_BITS = 62
 
 
 class EtcdCoordinator(Coordinator):
-    """`who` asks, for errors. Calls other than `watch` end within `call_s`.
+    """`who` asks, for errors. Calls end within `call_s`.
 
     Leases have connections of their own: a change that waits does not delay their renewal.
     """
@@ -173,18 +60,15 @@ class EtcdCoordinator(Coordinator):
         self._call_s = call_s
         self._gateway = etcd.Gateway(endpoints, context, who)
         self._leases = etcd.Gateway(endpoints, context, who)
-        self._watches = WatchStream(endpoints, context, who)
         self._changes = _Transactions(self._gateway, keys)
 
     def close(self) -> None:
-        for part in (self._gateway, self._leases, self._watches):
-            part.close()
+        self._gateway.close()
+        self._leases.close()
 
     def _ask(self, request: Request) -> Answer:
         deadline_s = time.monotonic() + self._call_s
         match request:
-            case Watch(name, after_revision, timeout_s):
-                return self._watches.changes(self._keys, name, after_revision, timeout_s)
             case Grant(ttl_s):
                 return self._grant(math.ceil(ttl_s), deadline_s)
             case KeepAlive(lease_id):
@@ -222,7 +106,7 @@ class EtcdCoordinator(Coordinator):
         body = {**self._keys.selection(name), **order}
         found = self._gateway.post("/v3/kv/range", body, etcd.RangeAnswer, deadline_s)
         entries = {self._keys.name_of(kv.key): kv.versioned() for kv in found.kvs}
-        return Listing(found.header.revision, entries)
+        return Listing(entries)
 
     def remove_all(self) -> None:
         """Delete the keys of this run: at its end."""

@@ -104,7 +104,6 @@ class KeyValue(msgspec.Struct, frozen=True):
 
 
 class RangeAnswer(msgspec.Struct, frozen=True):
-    header: Revision = Revision()
     kvs: tuple[KeyValue, ...] = ()
 
 
@@ -130,24 +129,6 @@ class LeaseAnswer(msgspec.Struct, frozen=True):
 
 class KeepAliveAnswer(msgspec.Struct, frozen=True):
     result: LeaseAnswer
-
-
-class WatchEvent(msgspec.Struct, frozen=True):
-    kv: KeyValue
-    type: str = "PUT"
-
-
-class WatchResult(msgspec.Struct, frozen=True):
-    header: Revision = Revision()
-    canceled: bool = False
-    compact_revision: int = 0
-    cancel_reason: str = ""
-    events: tuple[WatchEvent, ...] = ()
-
-
-class WatchAnswer(msgspec.Struct, frozen=True):
-    result: WatchResult = WatchResult()
-    error: Any = None
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
@@ -244,13 +225,13 @@ class Gateway:
                 reason = str(error) or type(error).__name__
             tries += 1
             self._drop()
-            self.skip_member()
+            self._at += 1
             if self._is_closed or time.monotonic() + _PAUSE_S >= deadline_s:
                 raise Unavailable(f"{self._who}: {self} has not answered {path} ({reason})")
             time.sleep(_PAUSE_S)
 
     def _try(self, path: str, data: bytes, timeout_s: float) -> bytes:
-        connection = self._connection or self.open(timeout_s)
+        connection = self._connection or self._open(timeout_s)
         self._connection = connection
         connection.timeout = max(0.01, timeout_s)
         if connection.sock is not None:
@@ -263,7 +244,7 @@ class Gateway:
             raise error_of(response.status, answer)
         return answer
 
-    def open(self, timeout_s: float) -> http.client.HTTPConnection:
+    def _open(self, timeout_s: float) -> http.client.HTTPConnection:
         """To the member that answered last, or the next one; it connects when it is used."""
         if self._is_closed:
             raise ConnectionError("it is closed")
@@ -271,9 +252,6 @@ class Gateway:
         if self._context is None:
             return http.client.HTTPConnection(host, port, timeout=timeout_s)
         return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._context)
-
-    def skip_member(self) -> None:
-        self._at += 1
 
     def _drop(self) -> None:
         if self._connection is not None:

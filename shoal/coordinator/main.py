@@ -2,7 +2,7 @@
 
 It listens at a socket in the run directory, and at `RunConfig.coordinator_beyond` for other
 hosts; the port that it gets there is written to coordinator.address in the run directory. Started
-again, it goes on from its log. It runs until SIGTERM or SIGINT, or until its launcher ends.
+again, it goes on from its store. It runs until SIGTERM or SIGINT, or until its launcher ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import signal
 import sys
 from contextlib import suppress
 
-from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService, Core
+from shoal.coordinator.store_file import StoreFile
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
@@ -43,16 +43,16 @@ def _open(config: RunConfig) -> CoordinatorService:
     secret = config.read_secret()
     if run_dir is None or secret is None:
         raise BadInput("a coordinator needs a run directory and its secret: set SHOAL_RUN_DIR")
-    log = StoreLog(run_dir.coordinator_log)
+    file = StoreFile(run_dir.coordinator_store)
     addresses = [run_dir.coordinator]
     if config.coordinator_beyond:
         addresses.append(_same_port(run_dir, config.coordinator_beyond))
-    with suppress(FileNotFoundError):  # the log is locked: no other coordinator listens there
+    with suppress(FileNotFoundError):  # the store is locked: no other coordinator listens there
         os.unlink(run_dir.coordinator.removeprefix("unix:"))
     try:
-        service = CoordinatorService(Core(log.store, log), secret, addresses, config.tls)
+        service = CoordinatorService(Core(file), secret, addresses, config.tls)
     except BaseException:
-        log.close()
+        file.close()
         raise
     if config.coordinator_beyond:
         write_atomically(run_dir.coordinator_address, service.addresses[1])

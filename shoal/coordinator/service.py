@@ -6,6 +6,7 @@ one that is not a request ends its connection, and nothing else.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -17,29 +18,29 @@ import msgspec
 from shoal.coordinator import (
     MAX_NUMBER,
     Answer,
-    Changes,
     CoordinatorError,
     Failed,
+    Grant,
     KeepAlive,
+    LeaseLost,
     List,
     Mutation,
     Outcome,
+    PutIf,
     Request,
     Unavailable,
-    Watch,
     requests,
 )
-from shoal.coordinator.log import LogBroken, StoreLog
-from shoal.coordinator.store import MAX_CLIENTS, Expired, Record, RequestId, Store
+from shoal.coordinator.store import MAX_CLIENTS, RequestId, Store
+from shoal.coordinator.store_file import OutcomeUnknown, StoreFile
 from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.service import JOIN_S, ConnectionService
-from shoal.runtime.acceptor import service_thread
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.waits import Periodic
 
 LONGEST_TICK_S = 0.1
-_MAX_WATCHED_BYTES = 4 << 20
 
 
 class LeaseClock:
@@ -64,48 +65,47 @@ class LeaseClock:
 class Core:
     """Answers requests of all clients, one at a time."""
 
-    def __init__(
-        self, store: Store, log: StoreLog | None = None, clock_s: Callable[[], float] | None = None
-    ):
-        self._store = store
-        self._log = log
+    def __init__(self, file: StoreFile | None = None, clock_s: Callable[[], float] | None = None):
+        """Without a file the store is in memory alone."""
+        self._file = file
         self._clock_s = clock_s or LeaseClock().now_s
-        self._changed = threading.Condition()
+        self._changing = threading.Lock()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # of each client: the latest
+        self._ends_s: dict[int, float] = {}  # of each lease
         self._is_closed = False
+        self._take(Store() if file is None else file.store)
 
     def answer(self, request: Request, by: RequestId | None = None) -> Answer:
         """The answer to one request; to the same request again, the same one."""
         try:
-            if isinstance(request, Watch):
-                return self._watch(request)
-            with self._changed:
+            with self._changing:
                 self._expire()
                 return self._answer(request, by)
         except CoordinatorError as error:
-            return Failed(type(error).__name__, str(error), error.current)
+            return Failed(type(error).__name__, str(error))
 
     def tick(self) -> None:
         """End the leases whose time is over."""
-        with self._changed:
+        with self._changing:
             self._expire()
 
     def close(self) -> None:
-        with self._changed:
+        with self._changing:
             self._is_closed = True
-            self._changed.notify_all()
-            if self._log is not None:
-                self._log.close()
+            if self._file is not None:
+                self._file.close()
 
     # ------------------------------------------------------------------ under the lock
 
-    def _answer(self, request: Mutation | KeepAlive | List, by: RequestId | None) -> Answer:
+    def _answer(self, request: Request, by: RequestId | None) -> Answer:
         if by is not None and not self._is_latest(by):
             raise Unavailable("this client has sent another request since")
         if isinstance(request, List):
             return self._store.list(request.name)
         if isinstance(request, KeepAlive):
-            return self._store.renew(request.lease_id, self._clock_s())
+            ttl_s = self._lease(request.lease_id).ttl_s
+            self._ends_s[request.lease_id] = self._clock_s() + ttl_s
+            return ttl_s
         return self._mutate(request, by)
 
     def _is_latest(self, by: RequestId) -> bool:
@@ -117,59 +117,47 @@ class Core:
             self._seen.popitem(last=False)
         return this >= latest
 
+    def _lease(self, lease_id: int) -> Grant:
+        if self._ends_s.get(lease_id, -math.inf) <= self._clock_s():
+            raise LeaseLost.of(lease_id)
+        return self._store.leases[lease_id]
+
     def _mutate(self, request: Mutation, by: RequestId | None) -> Outcome:
         known = None if by is None else self._store.outcome(by)
         if known is not None:
             return known
-        self._store.check(request, self._clock_s())
+        if self._is_closed:
+            raise Unavailable("the coordinator ends")
+        if isinstance(request, PutIf) and request.lease_id is not None:
+            self._lease(request.lease_id)
+        store, outcome = self._store.after(request, by)
         try:
-            return self._carry_out(request, by)
-        except LogBroken:
+            self._keep(store)
+        except OutcomeUnknown:
             raise
         except OSError as error:
-            reason = f"the coordinator could not write its log ({error.strerror})"
+            reason = f"the coordinator could not write its store ({error.strerror})"
             raise Unavailable(f"{reason}: nothing was changed; make room for it") from error
-
-    def _carry_out(self, change: Mutation | Expired, by: RequestId | None) -> Outcome:
-        record = Record(self._store.index + 1, change, by)
-        if self._log is not None:
-            self._log.append(record, self._store.image)
-        outcome = self._store.apply(record, self._clock_s())
-        if self._log is not None:
-            self._log.compact_if_due(self._store.image)
-        self._changed.notify_all()
         return outcome
 
+    def _keep(self, store: Store) -> None:
+        if self._file is not None:
+            self._file.write(store)
+        self._take(store)
+
+    def _take(self, store: Store) -> None:
+        """Leases that are new here have their whole time."""
+        now_s = self._clock_s()
+        held = store.leases.items()
+        self._ends_s = {n: self._ends_s.get(n, now_s + lease.ttl_s) for n, lease in held}
+        self._store = store
+
     def _expire(self) -> None:
-        expired = self._store.expired(self._clock_s())
-        if expired is None or self._is_closed:
-            return
-        with suppress(OSError):  # tried again at the next request or tick
-            self._carry_out(expired, None)
-
-    # ------------------------------------------------------------------ waiting
-
-    def _watch(self, request: Watch) -> Changes:
-        deadline_s = time.monotonic() + request.timeout_s
-        with self._changed:
-            while True:
-                self._expire()
-                found = self._store.changes(request.name, request.after_revision)
-                left_s = deadline_s - time.monotonic()
-                if found.changes or left_s <= 0 or self._is_closed:
-                    return _limited(found)
-                self._changed.wait(min(left_s, LONGEST_TICK_S))
-
-
-def _limited(found: Changes) -> Changes:
-    """As many changes as fit an answer; the rest comes with the next one."""
-    size = 0
-    for count, change in enumerate(found.changes):
-        size += len(change.key) + len(change.value or b"")
-        if size > _MAX_WATCHED_BYTES and count:
-            kept = found.changes[:count]
-            return Changes(kept[-1].revision, kept)
-    return found
+        now_s = self._clock_s()
+        ended = {lease_id for lease_id, end_s in self._ends_s.items() if end_s <= now_s}
+        if ended and not self._is_closed:
+            with suppress(OSError):  # tried again at the next request or tick
+                self._keep(self._store.without(ended))
 
 
 MAX_REQUEST_BYTES = 96 << 10
@@ -184,7 +172,7 @@ class CoordinatorService(ConnectionService):
         super().__init__(secret, addresses, tls)
         self.addresses = [listener.address for listener in self.listeners]
         self._core = core
-        self._ticking = service_thread("shoal-leases", self._tick)
+        self._ticking = Periodic("shoal-leases", _TICK_S, core.tick)
         self._ticking.start()
         self.start()
 
@@ -192,11 +180,7 @@ class CoordinatorService(ConnectionService):
         self.stop_listening()
         self._core.close()
         self.end_connections()
-        self._ticking.join(JOIN_S)
-
-    def _tick(self) -> None:
-        while not self.closed.wait(_TICK_S):
-            self._core.tick()
+        self._ticking.close(JOIN_S)
 
     def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
         if hello.channel != "coordinator":
@@ -216,8 +200,8 @@ class CoordinatorService(ConnectionService):
             raise Refused("a request of another client")
         try:
             answer = self._core.answer(requests.decode(meta), by)
-        except LogBroken as error:
-            raise Refused(f"the coordinator cannot write its log: {error.strerror}") from error
+        except OutcomeUnknown as error:
+            raise Refused(f"the coordinator cannot write its store: {error.strerror}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Refused(f"not a request to a coordinator: {error}") from error
         connection.sock.settimeout(_SEND_S)

@@ -243,9 +243,6 @@ class LabMachines:
                 return host
         raise BadInput("all hosts of the lab are lost")
 
-    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
-        return machine
-
     def start(self, machine: Machine, program: HostProgram) -> HostProcess:
         inside = self._lab.host(machine.name).namespace.command(program.command)
         process = HostProcess(replace(program, command=inside))

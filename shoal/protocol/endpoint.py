@@ -19,7 +19,7 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
 from shoal.runtime.acceptor import Acceptor, no_room, notice_silence
-from shoal.runtime.config import EtcdConfig, TlsConfig
+from shoal.runtime.config import TlsConfig
 from shoal.runtime.trust import is_loopback
 from shoal.transport.tcp.tls import own_certificate, own_context
 
@@ -76,7 +76,7 @@ def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socke
 def _secured(sock: socket.socket, host: str, address: str, tls: TlsConfig) -> ssl.SSLSocket:
     """The connection under TLS, to a server whose certificate SHOAL_TLS_CA has signed."""
     try:
-        context = client_context(tls)
+        context = own_context(tls, ssl.PROTOCOL_TLS_CLIENT)
     except BadInput:
         sock.close()
         raise
@@ -93,21 +93,6 @@ def _secured(sock: socket.socket, host: str, address: str, tls: TlsConfig) -> ss
         ) from error
     finally:
         sock.close()  # has no effect if TLS has taken the descriptor over
-
-
-def client_context(tls: TlsConfig | EtcdConfig, variables: str = "SHOAL_TLS") -> ssl.SSLContext:
-    """With the certificate of this host, if it has one: servers may ask for it."""
-    try:
-        context = ssl.create_default_context(cafile=tls.authority)
-    except OSError as error:
-        raise BadInput(f"{variables}_CA {tls.authority}: {error}") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if tls.certificate:
-        try:
-            context.load_cert_chain(tls.certificate, tls.key)
-        except OSError as error:  # ssl.SSLError is one
-            raise BadInput(f"{variables}_CERT {tls.certificate}: {error}") from error
-    return context
 
 
 def remove_left_socket(address: str) -> None:

@@ -17,7 +17,7 @@ A process arms what its configuration names where it starts (`arm`).
     snapshot.begin                              a state is about to be copied
     snapshot.temporary, fsync, rename           a file: is written, is on the disk, has its name;
                                                 a learner: has a part, has all, has installed it
-    log.append.…, log.compact.…                 the log of the coordinator
+    store.begin, partial, temporary, fsync, rename  the store of the coordinator: as a file above
 """
 
 from __future__ import annotations

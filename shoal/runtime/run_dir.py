@@ -96,7 +96,7 @@ class RunDir:
     joins = _File("joins")
     entry = _File("run.json")
     coordinator_address = _File("coordinator.address")
-    coordinator_log = _File("coordinator.log")
+    coordinator_store = _File("coordinator.store")
     failure = _Files("failure-{}.json")
     finished = _Files("finished-{}")
     exited = _Files("exited-{}.{}.json")  # rank and incarnation

@@ -120,23 +120,49 @@ class _Said:
     has_given_up: bool = False
 
 
-class Watcher:
-    """A thread that looks at the waits of this process while the block runs."""
+class Periodic(AbstractContextManager["Periodic"]):
+    """A thread that acts after each period, and when it is poked, while the block runs."""
+
+    def __init__(self, name: str, period_s: float, act: Callable[[], None]):
+        self._period_s = period_s
+        self._act = act
+        self._is_over = False
+        self._poked = clock.Event()
+        self.poke = self._poked.set
+        self._thread = clock.Thread(target=self._run, name=name, daemon=True)
+        self.start = self._thread.start
+
+    def __enter__(self) -> Periodic:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, join_s: float | None = None) -> None:
+        self._is_over = True
+        self.poke()
+        if self._thread.is_alive():
+            self._thread.join(join_s)
+
+    def _run(self) -> None:
+        while True:
+            self._poked.wait(self._period_s)
+            self._poked.clear()
+            if self._is_over:
+                return
+            with suppress(OSError):  # of a full disk, for example: it acts again
+                self._act()
+
+
+class Watcher(Periodic):
+    """Looks at the waits of this process while the block runs."""
 
     def __init__(self, config: WaitConfig, say: Callable[[str], None] = say):
         self._config = config
         self._say = say
         self._said: dict[tuple[int, str], _Said] = {}
-        self._over = clock.Event()
-        self._thread = clock.Thread(target=self._run, name="shoal-waits", daemon=True)
-
-    def __enter__(self) -> Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
+        super().__init__("shoal-waits", config.pause_s, self.look)
 
     def look(self) -> None:
         """Say what is due now."""
@@ -148,10 +174,10 @@ class Watcher:
             key = (wait.since_ns, wait.doing)
             seen.add(key)
             first_ns = wait.since_ns + int(self._config.notice_s * 1e9)
-            self._act(wait, self._said.setdefault(key, _Said(first_ns)), noted_as)
+            self._tell(wait, self._said.setdefault(key, _Said(first_ns)), noted_as)
         self._said = {key: said for key, said in self._said.items() if key in seen}
 
-    def _act(self, wait: LongWait, said: _Said, noted: waiting | None) -> None:
+    def _tell(self, wait: LongWait, said: _Said, noted: waiting | None) -> None:
         now_ns = clock.monotonic_ns()
         seconds = (now_ns - wait.since_ns) / 1e9
         if now_ns >= said.next_ns:
@@ -165,10 +191,6 @@ class Watcher:
         if seconds >= limit_s * noted.patience:
             said.has_given_up = True
             noted.give_up(seconds)
-
-    def _run(self) -> None:
-        while not self._over.wait(self._config.pause_s):
-            self.look()
 
 
 class Backoff:

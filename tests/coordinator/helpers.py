@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from shoal.coordinator import Answer, Conflict, Coordinator, Request
 from shoal.coordinator.client import RemoteCoordinator, open_coordinator, open_etcd
-from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService, Core
-from shoal.coordinator.store import Store
+from shoal.coordinator.store_file import StoreFile
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
 from shoal.launch.here.process_config import Replication
 from shoal.runtime.config import RunConfig
@@ -39,8 +38,7 @@ def run_dir() -> Iterator[RunDir]:
 def service(tcp: bool = False) -> Iterator[CoordinatorService]:
     """In this process, at a socket."""
     with run_dir() as folder:
-        log = StoreLog(folder.coordinator_log)
-        core = Core(log.store, log)
+        core = Core(StoreFile(folder.coordinator_store))
         address = "tcp:127.0.0.1:0" if tcp else folder.coordinator
         with CoordinatorService(core, SECRET, [address]) as found:
             yield found
@@ -121,12 +119,6 @@ def changed(coordinator: Coordinator, times: int, leases: bool = False) -> list[
     return seen
 
 
-def assert_changed_once(coordinator: Coordinator, seen: list[int]) -> None:
-    changes = coordinator.watch("a", 0, 1.0).changes
-    assert [change.revision for change in changes if change.value is not None] == seen
-    assert len(changes) == len(seen) * 11 // 10
-
-
 def count(coordinator: Coordinator) -> int:
     found = coordinator.get("counter")
     return 0 if found is None else int(found.value[:20])
@@ -153,7 +145,7 @@ class LocalCoordinator(Coordinator):
     """Threads of one process share it. `clock_s` is what leases count in."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic):
-        self._core = Core(Store(), clock_s=clock_s)
+        self._core = Core(clock_s=clock_s)
 
     def _ask(self, request: Request) -> Answer:
         return self._core.answer(request)

@@ -64,9 +64,6 @@ REQUESTS: dict[str, bytes] = {
     "a negative lease": put(lease_id=-1),
     "a field too many": put(more=1),
     "a lease for ever": msgspec.msgpack.encode({"type": "Grant", "ttl_s": 1e300, "holder": ""}),
-    "a watch for ever": msgspec.msgpack.encode(
-        {"type": "Watch", "name": "", "after_revision": 0, "timeout_s": 1e9}
-    ),
     "an unknown request": msgspec.msgpack.encode({"type": "Exec", "key": "x"}),
     "no request": b"",
     "lists in lists": b"\x91" * 60_000,

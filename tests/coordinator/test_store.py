@@ -14,6 +14,7 @@ from shoal.coordinator import (
     DeleteIf,
     Failed,
     Grant,
+    Lease,
     LeaseLost,
     List,
     Mutation,
@@ -24,7 +25,7 @@ from shoal.coordinator import (
 )
 from shoal.coordinator import store as store_module
 from shoal.coordinator.service import LONGEST_TICK_S, Core, LeaseClock
-from shoal.coordinator.store import Record, RequestId, Store
+from shoal.coordinator.store import RequestId, Store
 from tests.coordinator.helpers import LocalCoordinator
 
 KEYS = st.sampled_from(["a", "chain/0", "chain/1", "alive/1"])
@@ -44,54 +45,43 @@ class Clock:
         return self.now_s
 
 
-def carried_out(store: Store, request: Mutation, now_s: float, number: int) -> Record | None:
-    """The record of a request that changes something."""
-    if isinstance(request, PutIf | DeleteIf) and request.version:  # the right one, most often
-        current = store.list(request.key).entries.get(request.key)
-        right = 0 if current is None else current.version
-        request = msgspec.structs.replace(request, version=right)
-    try:
-        store.check(request, now_s)
-    except CoordinatorError:
-        return None
-    record = Record(store.index + 1, request, RequestId(7, number))
-    store.apply(record, now_s)
-    return record
+def read_back(store: Store) -> Store:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(store), type=Store)
 
 
-@given(st.lists(st.tuples(REQUESTS, st.floats(0, 0.4)), max_size=40), st.integers(0, 40))
-def test_a_log_after_an_image_gives_the_same_store(
-    steps: list[tuple[Mutation, float]], image_at: int
-) -> None:
+@given(st.lists(REQUESTS, max_size=40), st.integers(0, 40))
+def test_a_store_that_is_read_back_goes_on_alike(steps: list[Mutation], read_at: int) -> None:
     """Every revision is greater than the one before it, also across the restart."""
-    store = Store()
-    restored = Store()
-    now_s = 0.0
-    for number, (request, pause_s) in enumerate(steps):
-        now_s += pause_s
-        if number == image_at:
-            restored = Store.of_image(
-                msgspec.msgpack.decode(
-                    msgspec.msgpack.encode(store.image()), type=type(store.image())
-                ),
-                0.0,
-            )
-        before = store.revision
-        ended = store.expired(now_s)
-        records = [] if ended is None else [Record(store.index + 1, ended)]
-        for record in records:
-            store.apply(record, now_s)
-        made = carried_out(store, request, now_s, number)
-        assert store.revision >= before
-        for record in (*records, *([] if made is None else [made])):
-            restored.apply(record, 0.0)
-    assert restored.image() == store.image()
+    store = restored = Store()
+    for number, request in enumerate(steps):
+        if number == read_at:
+            restored = read_back(store)
+        if isinstance(request, PutIf | DeleteIf) and request.version:  # the right one, most often
+            current = store.list(request.key).entries.get(request.key)
+            right = 0 if current is None else current.version
+            request = msgspec.structs.replace(request, version=right)
+        before, by = read_back(store), RequestId(7, number)
+        try:
+            changed, outcome = store.after(request, by)
+        except CoordinatorError:
+            assert store == before
+            continue
+        assert store == before
+        restored, same = restored.after(request, by)
+        assert changed == restored and outcome == same == changed.outcome(by)
+        assert changed.revision == before.revision + (not isinstance(request, Grant))
+        store = changed
 
 
-def test_records_come_one_after_the_other() -> None:
-    store = Store()
-    with pytest.raises(ValueError, match="record 2 after record 0"):
-        store.apply(Record(2, PutIf("a", b"1", 0)), 0.0)
+def test_a_lease_that_ends_takes_the_keys_with_it_that_are_bound_to_it_now() -> None:
+    store, lease = Store().after(Grant(1.0, "x"))
+    assert isinstance(lease, Lease)
+    for key in ("a", "b"):
+        store, _ = store.after(PutIf(key, b"", 0, lease.id))
+    store, _ = store.after(PutIf("b", b"2", 2))
+    ended = store.without({lease.id})
+    assert list(ended.entries) == ["b"] and not ended.leases
+    assert ended.revision == store.revision + 1
 
 
 def test_leases_end_by_the_time_that_is_given() -> None:
@@ -126,7 +116,7 @@ def failed(answer: Answer) -> str:
 
 
 def test_a_request_that_is_sent_again_gets_the_same_answer() -> None:
-    core = Core(Store())
+    core = Core()
     request = PutIf("a", b"1", 0)
     first = core.answer(request, RequestId(1, 5, 0))
     assert isinstance(first, int)
@@ -140,7 +130,7 @@ def test_a_request_that_is_sent_again_gets_the_same_answer() -> None:
 
 
 def test_a_request_that_arrives_after_its_client_has_gone_on_changes_nothing() -> None:
-    core = Core(Store())
+    core = Core()
     core.answer(List("a"), RequestId(1, 6, 0))
     assert failed(core.answer(PutIf("a", b"late", 0), RequestId(1, 5, 0))) == "Unavailable"
     assert failed(core.answer(PutIf("a", b"", 9), RequestId(1, 7, 1))) == "Conflict"

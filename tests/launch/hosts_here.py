@@ -41,10 +41,7 @@ class HostsHere:
     def replacement(
         self, machine: Machine, lost: Collection[str], over: threading.Event
     ) -> Machine:
-        return next(other for other in self.machines if other.name not in lost)
-
-    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
-        return machine
+        return next(other for other in (machine, *self.machines) if other.name not in lost)
 
     def start(self, machine: Machine, program: HostProgram) -> HostProcess:
         self.started.append(HostProcess(program))

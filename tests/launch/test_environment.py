@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.here.process_config import worker_config
 from shoal.launch.rank import environment
 from shoal.launch.rank.environment import Placement, first_host, tasks_on_node
 from shoal.runtime.config import RunConfig
@@ -47,7 +46,8 @@ def detect_with(environ: dict[str, str], **change: str | None) -> Placement | No
 def test_the_launcher_is_known_by_its_variables() -> None:
     assert detect({}) is None
     assert detect({"RANK": "0", "HOME": "/root"}) is None  # RANK alone says nothing
-    config = worker_config(RunConfig(), RunDir(Path("/tmp/run")), rank=1, workers=4, servers=0)
+    place = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 4}
+    config = RunConfig(**place, rendezvous="file:///tmp/run/store")
     written = Placement("shoal", 1, 4, 1, 4, "file:///tmp/run/store")
     assert detect(config.to_environment()) == written
     assert detect(TORCHRUN) == Placement("torchrun", 3, 8, 1, 2, "env://")

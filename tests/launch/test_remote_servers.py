@@ -6,7 +6,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,9 @@ class MovingHosts(HostsHere):
         self.machines = HOSTS
         self.tasks: list[ServerTask] = []
 
-    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
+    def replacement(
+        self, machine: Machine, lost: Collection[str], over: threading.Event
+    ) -> Machine:
         return HOSTS[HOSTS.index(machine) + 1]
 
     def start(self, machine: Machine, program: HostProgram) -> Any:

@@ -4,7 +4,7 @@
         … start servers and workers with coordinator.config …
         coordinator.watch(see)         # after the last fork: it starts a thread
 
-The process is started again when it dies, from its log; servers go on meanwhile.
+The process is started again when it dies, from its store; servers go on meanwhile.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class RunCoordinator:
         )
 
     def _watch(self) -> None:
-        """Until it ends for good: print what it writes, start it again from its log."""
+        """Until it ends for good: print what it writes, start it again from its store."""
         for starts in range(MAX_RESTARTS + 1):
             process = self._process
             assert process is not None and process.stderr is not None

@@ -16,6 +16,7 @@ import queue
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -24,12 +25,12 @@ from pathlib import Path
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here import output
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
-from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication, worker_config
+from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication
 from shoal.launch.here.processes import Processes
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
 from shoal.launch.here.template import Template
-from shoal.launch.here.watches import kept_memory, noticing_stopped, start_notice
+from shoal.launch.here.watches import SILENT_S, kept_memory, noticing_stopped, start_notice
 from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, Tolerance
@@ -113,7 +114,14 @@ def launch(
                 spec, template=stack.enter_context(template_of(spec.command, spec.config, kept))
             )
         logs = stack.enter_context(output.LogFiles(spec.logs, spec.appends_logs))
-        signals = SignalEvents(events.put)
+        template = spec.template
+
+        def put_signal(event: Event) -> None:
+            events.put(event)
+            if template is not None:
+                template.cancel()
+
+        signals = SignalEvents(put_signal)
         stack.enter_context(nullcontext() if spec.body else signals)
         run_dir = stack.enter_context(new_run_dir())
         with output.OutputPump(events.put) as pump:
@@ -200,7 +208,7 @@ def _run(
     run: Run, pump: output.OutputPump, on_progress: output.OnProgress | None
 ) -> tuple[Supervisor, str]:
     """Start all processes and wait for their end; the name of the run."""
-    spec, run_dir = run.spec, run.run_dir
+    spec, run_dir, begun_s = run.spec, run.run_dir, time.monotonic()
 
     def say_before_end(line: str) -> None:
         if not run_dir.ending.exists():  # then servers leave because they are ended
@@ -224,7 +232,7 @@ def _run(
             servers.watch()
             workers.watch()
             policy.look = coordinator.watch(policy.see)
-            with _beside(run, workers, servers):
+            with _beside(run, workers, servers, begun_s):
                 supervisor.run(workers, servers)
     return supervisor, name
 
@@ -319,7 +327,16 @@ class LocalWorkers(Processes):
 
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
         run, spec = self._run, self._run.spec
-        config = worker_config(spec.config, run.run_dir, rank, spec.workers, spec.servers)
+        config = replace(
+            spec.config,
+            rank=rank,
+            size=spec.workers,
+            local_rank=rank,
+            local_size=spec.workers,
+            rendezvous=run.run_dir.rendezvous,
+            run_dir=run.run_dir,
+            servers=spec.servers or spec.config.servers,
+        )
         if spec.body is not None:
             self.fork(_in_fork, spec.body, config, run.run_dir, os.getpid())
             return
@@ -352,7 +369,7 @@ def _in_fork(
         sys.exit(1)
 
 
-def _beside(run: Run, workers: LocalWorkers, servers: LocalServers) -> ExitStack:
+def _beside(run: Run, workers: LocalWorkers, servers: LocalServers, begun_s: float) -> ExitStack:
     """Threads that look at the run while it goes on."""
     spec, run_dir = run.spec, run.run_dir
 
@@ -367,9 +384,9 @@ def _beside(run: Run, workers: LocalWorkers, servers: LocalServers) -> ExitStack
     if spec.servers:  # workers wait for them, which load first
         counts = f"{counted(spec.servers, 'server')} and {counted(spec.started, 'worker')}"
         line = f"starting {counts}"
-        stack.enter_context(
-            start_notice(line, run.say, run.sink.is_used, run_dir.all_joined.exists)
-        )
+        left_s = max(0.0, begun_s + SILENT_S - time.monotonic())
+        is_heard, has_started = run.sink.is_used, run_dir.all_joined.exists
+        stack.enter_context(start_notice(line, run.say, is_heard, has_started, left_s))
     takes_back = spec.config.takes_back
     stack.enter_context(join_requests(run_dir, run.events.put, takes_back and spec.body is None))
     stack.enter_context(kept_memory(run_dir, takes_back))

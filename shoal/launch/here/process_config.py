@@ -1,12 +1,10 @@
-"""How servers are copied, and the configuration of each process that a launcher starts."""
+"""How servers are started and copied."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import Strategy
 
 SERVER_RESTARTS = 3  # of each server
@@ -42,19 +40,3 @@ def replication_of(strategy: Strategy, workers: int, restarts: int | None = None
 
 
 SERVER_COMMAND = (sys.executable, "-m", "shoal.server.main")
-
-
-def worker_config(
-    config: RunConfig, run_dir: RunDir, rank: int, workers: int, servers: int
-) -> RunConfig:
-    """The launcher's configuration, and this worker's rank in the run."""
-    return replace(
-        config,
-        rank=rank,
-        size=workers,
-        local_rank=rank,
-        local_size=workers,
-        rendezvous=run_dir.rendezvous,
-        run_dir=run_dir,
-        servers=servers or config.servers,
-    )

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
 from shoal.launch.here.python_fork import Fork, fork_function
-from shoal.launch.here.template import Forked, Template, close_all
+from shoal.launch.here.template import Template, close_all
 from shoal.runtime.parent_death import in_child
 
 Role = Literal["worker", "server"]
@@ -40,7 +40,7 @@ class ProcessExit(NamedTuple):
     role: Role = "worker"
 
 
-Process = subprocess.Popen[bytes] | Fork | Forked
+Process = subprocess.Popen[bytes] | Fork
 _Processes = TypeVar("_Processes", bound="Processes")
 
 
@@ -91,9 +91,11 @@ class Processes:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         given = (out_end, err_end, *inherited)
-
-        def spawn() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
+        process: Process | None = None
+        try:
+            if self._template is not None and command[0] == sys.executable:
+                process = self._template.fork(command, env, given)
+            process = process or subprocess.Popen(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -103,14 +105,7 @@ class Processes:
                 start_new_session=True,
                 preexec_fn=in_child(os.getpid()),
             )
-
-        process: Process
-        try:
-            if self._template is not None and command[0] == sys.executable:
-                process = self._template.fork(command, env, given, spawn)
-            else:
-                process = spawn()
-                close_all(given)
+            close_all(given)
         except OSError as error:
             close_all((out, err, *given))
             raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
@@ -148,7 +143,7 @@ class Processes:
         return [
             (rank, process.pid)
             for rank, process in zip(list(self._ranks), list(self._processes), strict=False)
-            if process.returncode is None and _is_there(process)
+            if process.returncode is None
         ]
 
     def host_of(self, rank: int) -> str:
@@ -161,7 +156,7 @@ class Processes:
     def signal_alone(self, number: signal.Signals) -> None:
         """Send it to the processes themselves: their data loaders go on."""
         for process in self._processes:
-            if process.returncode is None and not _is_canceled(process, number):
+            if process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
@@ -180,23 +175,12 @@ class Processes:
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
     # unreaped: the process group is still ours
-    if process.returncode is None and not _is_canceled(process, number):
+    if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
 
 
-def _is_there(process: Process) -> bool:
-    return not isinstance(process, Forked) or process.is_there
-
-
-def _is_canceled(process: Process, number: int) -> bool:
-    """A fork that is not there yet never will be."""
-    return isinstance(process, Forked) and process.cancel(number)
-
-
 def _wait_unreaped(process: Process) -> int:
-    if isinstance(process, Forked):
-        process = process.awaited()
     if process.returncode is not None:
         return process.returncode
     if not hasattr(os, "waitid"):  # macOS before Python 3.13

@@ -56,9 +56,9 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 class Fork:
     """What `Processes` uses of a Popen."""
 
-    def __init__(self, pid: int):
+    def __init__(self, pid: int, returncode: int | None = None):
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode = returncode
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
@@ -188,18 +188,6 @@ def _shadows(command: Sequence[str]) -> bool:
 
 def fork_function(body: Callable[..., None], *args: Any) -> Fork:
     """Call a function in a fork of an interactive session, which has one thread."""
-
-    def child() -> None:
-        _forget_exit_functions()
-        status = _exit_status(lambda: body(*args))
-        _finish()
-        os._exit(status)
-
-    return _fork(child)
-
-
-def _fork(child: Callable[[], None]) -> Fork:
-    """`child` runs in a session of its own, and never returns."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -207,12 +195,15 @@ def _fork(child: Callable[[], None]) -> Fork:
         pid = os.fork()
     if pid:
         return Fork(pid)
+    status = 1
     try:
         os.setsid()
-        child()
+        _forget_exit_functions()
+        status = _exit_status(lambda: body(*args))
+        _finish()
     except BaseException:
         traceback.print_exc()
-    os._exit(1)
+    os._exit(status)
 
 
 # ------------------------------------------------------------------ in the new process

@@ -19,10 +19,9 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.here.watches import looking
 from shoal.runtime.files import remove_abandoned
 from shoal.runtime.run_dir import RunDir, read, running_runs
-from shoal.runtime.waits import Backoff
+from shoal.runtime.waits import Backoff, Periodic
 
 _MAX_WORKERS = 1_000_000
 _NAMES = (  # none is the name of an engine or launcher
@@ -208,7 +207,7 @@ def join_requests(
 
     if is_open:
         run_dir.joins.mkdir(mode=0o700)
-    with looking("shoal-join", _POLL_S, look) if is_open else nullcontext():
+    with Periodic("shoal-join", _POLL_S, look) if is_open else nullcontext():
         yield
 
 

@@ -9,7 +9,8 @@ between ends, so the kernel hands the worker to its nearest ancestor that asked 
 (PR_SET_CHILD_SUBREAPER). Where the template does not fork, for the script is none that can be, or
 for it has ended, the launcher spawns the worker instead.
 
-The launcher does not wait for the template to load: a worker's process id comes through a pipe.
+A worker's process id comes through a pipe. A signal that comes while the template loads ends it,
+and so the wait (`cancel`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import ctypes
 import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,8 +41,6 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_MM, _PR_SET_MM_MAP = 36, 35, 14
 _MEMORY_FIELDS = (26, 27, 45, 46, 47, 28)
 _NO_FILE = 0xFFFFFFFF
 _shown: object = None  # memory in which the kernel finds the command of this process
-
-Spawn = Callable[[], "subprocess.Popen[bytes]"]
 
 
 class Template:
@@ -67,17 +67,19 @@ class Template:
                 preexec_fn=in_child(os.getpid()),
             )
         self.has_forked = False
+        self._is_canceled = False
 
     def __enter__(self) -> Template:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self._process.kill()
         self._channel.close()
         self._process.wait()
 
-    def kill(self) -> None:
-        """Workers that were asked for and are not there yet will not be."""
+    def cancel(self) -> None:
+        """Workers that are not there yet will not be."""
+        self._is_canceled = True
         self._process.kill()
 
     def have_started(self) -> None:
@@ -87,28 +89,35 @@ class Template:
                 self._channel.shutdown(socket.SHUT_WR)
 
     def fork(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        given: Sequence[int],
-        spawn: Spawn,
-    ) -> Forked:
-        """Ask for a process; `given` become its stdout and stderr, and others keep their numbers.
+        self, command: Sequence[str], env: Mapping[str, str], given: Sequence[int]
+    ) -> Fork | None:
+        """A process; `given` become its stdout and stderr, and others keep their numbers.
 
-        `spawn` starts it where the template cannot.
+        None where the launcher has to spawn it.
         """
         changed = {name: text for name, text in env.items() if self._env.get(name) != text}
         request = {"command": command, "env": changed, "without": list(self._env.keys() - env)}
-        reply, reply_end = os.pipe()
         text = json.dumps({**request, "numbers": given[2:]}).encode()
-        _adopt(1)
-        try:
-            if len(text) < _REQUEST_BYTES:
+        number = self._ask(text, given) if len(text) < _REQUEST_BYTES else b""
+        if number:
+            self.has_forked = True
+            if self._is_canceled:
+                os.killpg(int(number), signal.SIGKILL)
+            return Fork(int(number))
+        return Fork(0, -signal.SIGKILL) if self._is_canceled else None
+
+    def _ask(self, text: bytes, given: Sequence[int]) -> bytes:
+        """The process id, as soon as it is there; none where the template has ended."""
+        reply, reply_end = os.pipe()
+        with _adopting, open(reply, "rb", buffering=0) as replies:
+            _adopt(True)
+            try:
                 with suppress(OSError):  # it has ended
                     socket.send_fds(self._channel, [text], [reply_end, *given])
-        finally:
-            os.close(reply_end)
-        return Forked(self, reply, given, spawn)
+                os.close(reply_end)
+                return replies.read(32)
+            finally:
+                _adopt(False)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -116,81 +125,12 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-class Forked:
-    """What `Processes` uses of a Popen, of a process that its template has been asked for."""
-
-    def __init__(self, template: Template, reply: int, given: Sequence[int], spawn: Spawn):
-        self._template = template
-        self._reply = reply
-        self._given = given
-        self._spawn = spawn
-        self._process: Fork | subprocess.Popen[bytes] | None = None
-        self._canceled: int | None = None
-        self._waiting = threading.Lock()
-        self._changing = threading.Lock()
-
-    @property
-    def is_there(self) -> bool:
-        return self._process is not None
-
-    @property
-    def pid(self) -> int:
-        return self.awaited().pid
-
-    @property
-    def returncode(self) -> int | None:
-        return None if self._process is None else self._process.returncode
-
-    def poll(self) -> int | None:
-        return None if self._process is None else self._process.poll()
-
-    def wait(self) -> int:
-        return self.awaited().wait()
-
-    def awaited(self) -> Fork | subprocess.Popen[bytes]:
-        """The process itself, as soon as it is there."""
-        with self._waiting:
-            if self._process is None:
-                number = os.read(self._reply, 32)
-                os.close(self._reply)
-                _adopt(-1)
-                with self._changing:
-                    self._process = self._found(number)
-                close_all(self._given)
-            return self._process
-
-    def _found(self, number: bytes) -> Fork | subprocess.Popen[bytes]:
-        process = Fork(int(number or 0))
-        if number:
-            self._template.has_forked = True
-            if self._canceled is not None:
-                os.killpg(process.pid, self._canceled)
-        elif self._canceled is not None:
-            process.returncode = -self._canceled
-        else:
-            return self._spawn()
-        return process
-
-    def cancel(self, number: int) -> bool:
-        """End it by this signal if it is not there yet; False if it is."""
-        with self._changing:
-            if self._process is not None:
-                return False
-            self._canceled = number
-        self._template.kill()
-        return True
-
-
 _adopting = threading.Lock()
-_awaited = 0
 
 
-def _adopt(more: int) -> None:
-    """While workers are awaited, those whose parents end become children of this process."""
-    global _awaited
-    with _adopting:
-        _awaited += more
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(_awaited > 0), 0, 0, 0)
+def _adopt(is_on: bool) -> None:
+    """While a worker is awaited, it becomes a child of this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
 # ------------------------------------------------------------------ in the template

@@ -12,34 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.waits import state_of
+from shoal.runtime.waits import Periodic, state_of
 from shoal.transport.shm.lasting_memory import keep
 
 _MEMORY_S = 0.02
-_SILENT_S = 3.0
-
-
-@contextmanager
-def looking(name: str, every_s: float, look: Callable[[], None]) -> Iterator[None]:
-    """While the block runs a thread calls `look` again and again."""
-    is_over = threading.Event()
-
-    def run() -> None:
-        while not is_over.wait(every_s):
-            with suppress(OSError):  # of a full disk, for example: it looks again
-                look()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+SILENT_S = 3.0
 
 
 @contextmanager
@@ -51,7 +32,7 @@ def kept_memory(run_dir: RunDir, is_needed: bool = True) -> Iterator[None]:
             if (descriptor := keep(folder)) is not None:
                 kept.callback(os.close, descriptor)
 
-    looks = looking("shoal-memory", _MEMORY_S, look) if is_needed else nullcontext()
+    looks = Periodic("shoal-memory", _MEMORY_S, look) if is_needed else nullcontext()
     with ExitStack() as kept, looks:
         yield
 
@@ -60,7 +41,7 @@ def noticing_stopped(
     config: WaitConfig,
     processes: Callable[[], Sequence[tuple[str, int]]],
     say: Callable[[str], None],
-) -> AbstractContextManager[None]:
+) -> Periodic:
     """A stopped process neither exits nor answers, so its peers wait for it (Linux).
 
     It is killed at the limit: a loss that the strategy survives, or the end of the run. `processes`
@@ -85,27 +66,22 @@ def noticing_stopped(
                 next_s[pid] = now_s + config.repeat_s
                 say(f"{name} (process {pid}) has been stopped for {stopped_s:.0f} s: SIGCONT")
 
-    return looking("shoal-stopped", config.pause_s, look)
+    return Periodic("shoal-stopped", config.pause_s, look)
 
 
-@contextmanager
 def start_notice(
     line: str,
     say: Callable[[str], None],
     is_heard: threading.Event,
     has_started: Callable[[], bool],
-    silent_s: float = _SILENT_S,
-) -> Iterator[None]:
+    silent_s: float,
+) -> Periodic:
     """Around a run: `line` is said once it has been silent for a while and has not started."""
+    unsaid = [line]
 
-    def wait() -> None:
-        if not is_heard.wait(silent_s) and not has_started():
+    def look() -> None:
+        if unsaid and not is_heard.is_set() and not has_started():
             say(line)
+        unsaid.clear()
 
-    thread = threading.Thread(target=wait, name="shoal-start-notice", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_heard.set()
-        thread.join()
+    return Periodic("shoal-start-notice", silent_s, look)

@@ -7,7 +7,7 @@
 
 Workers have the variables of torchrun, so that a script may use them, too. The secret and the
 reports of workers are in a directory of this host that only this user can read. If the agent is
-killed, the kernel kills its processes. A coordinator that dies is started again from its log, at
+killed, the kernel kills its processes. A coordinator that dies is started again from its store, at
 the same address. A server is not: its state is lost, and the launcher decides where another one
 starts.
 """

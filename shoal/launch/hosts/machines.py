@@ -105,19 +105,13 @@ class Machines(AbstractContextManager["Machines"], Protocol):
     def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
         """After `hosts`: copies of a shard are on different hosts where that is possible."""
 
-    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
-        """Where a server of this host, which may be lost, is to start again.
-
-        Waits for the engine to find one, but not once the run is over.
-        """
-
     def listen(self) -> socket.socket:
         """A socket that listens where processes on the hosts reach this one; for elastic runs."""
 
     def replacement(
         self, machine: Machine, lost: Collection[str], over: threading.Event
     ) -> Machine:
-        """A host for one worker that was on `machine`; waits until there is one, or it is `over`.
+        """A host for a worker or server that was on `machine`; waits for one, but not once `over`.
 
         `lost` has the names of all hosts that are lost. BadInput where there is no other one.
         """

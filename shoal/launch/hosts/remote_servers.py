@@ -257,7 +257,7 @@ class RemoteServers(RemoteProcesses):
     def _find_and_start(self, index: int) -> None:
         before = self._hosts[index]
         try:
-            self._hosts[index] = self._run.machines.find_again(before, self._over)
+            self._hosts[index] = self._run.machines.replacement(before, (), self._over)
             if self._over.is_set():
                 return
             if self._hosts[index] != before:

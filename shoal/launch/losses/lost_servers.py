@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.coordinator import Alive, Compacted, Coordinator, CoordinatorError, Listing, alive_key
+from shoal.coordinator import Alive, Coordinator, CoordinatorError, Listing, alive_key
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, when_lost
@@ -219,13 +219,13 @@ class ServerPolicy:
 
 def follow(coordinator: Coordinator, see: Callable[[Listing], None], over: threading.Event) -> None:
     """See what it holds until `over`; a coordinator that does not answer is asked again."""
+    seen: Listing | None = None
     while not over.is_set():
         try:
-            listing = coordinator.list("")
-            see(listing)
-            coordinator.watch("", listing.revision)
-        except Compacted:
-            continue
+            listing = coordinator.watch("", seen)
+            if listing != seen:
+                see(listing)
+            seen = listing
         except (CoordinatorError, OSError):
             over.wait(_PAUSE_S)
 

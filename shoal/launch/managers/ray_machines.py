@@ -126,18 +126,17 @@ class RayMachines:
         ]
         return ServerHosts(tuple(found[:servers]), found[-1] if replication.is_on else None)
 
-    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
-        number, index = map(int, machine.reserved.split(":"))
-        slot = self._servers[number].find(index, over)
-        return machine if slot is None else self._server_machine(number, index, slot)
-
     def listen(self) -> socket.socket:
         return socket.create_server((own_address(), 0), backlog=_BACKLOG)
 
     def replacement(
         self, machine: Machine, lost: Collection[str], over: threading.Event
     ) -> Machine:
-        """Where Ray has restarted an actor of a lost node, with its bundle."""
+        """Where Ray has restarted the actor of a server, or one of a lost node, with its bundle."""
+        if machine.reserved and not machine.reserved.startswith(_WORKER):
+            number, index = map(int, machine.reserved.split(":"))
+            slot = self._servers[number].find(index, over)
+            return machine if slot is None else self._server_machine(number, index, slot)
         assert self._workers is not None
         gone = {node for name, node in self._nodes.items() if name in lost}
         with self._replacing:

@@ -79,7 +79,7 @@ class ChainRoute(route.Route):
         if not self._answer.is_over:
             self._interruptions = Interruptions(self.view)
             self._watch.attach_members(LONGEST_ASK_S)
-            self._watch.thread.start()
+            self._watch.looks.start()
         return self._answer
 
     def open(self, channel: Channel) -> None:

@@ -19,6 +19,7 @@ from shoal.protocol import Channel, Moved
 from shoal.protocol.connection import Connection
 from shoal.runtime.config import RunConfig
 from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.waits import Periodic
 from shoal.server.client.route import MovedAway
 
 if TYPE_CHECKING:
@@ -169,16 +170,15 @@ class ChainWatch:
         self._detached: list[Connection] = []  # closed at the end: a thread may read from them
         self._attaching = [threading.Lock() for _ in range(chain.view.copies)]
         self.since_s: dict[Channel, float] = {}  # when they began to wait for an answer
-        self._over = threading.Event()
-        name = f"shoal-ps-watch-{chain.index}"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_over = False
+        self._probed_s = time.monotonic()
+        self.looks = Periodic(f"shoal-ps-watch-{chain.index}", PROBE_S, self._look)
 
     def close(self) -> None:
-        self._over.set()
+        self._is_over = True
         for connection in list(self._attached.values()):
             connection.abort()
-        if self.thread.is_alive():
-            self.thread.join(_JOIN_S)
+        self.looks.close(_JOIN_S)
         for connection in [*self._attached.values(), *self._detached]:
             connection.close()
 
@@ -208,7 +208,7 @@ class ChainWatch:
         """Those that can be reached; the others are tried again later."""
         view = self._chain.view
         for copy in view.members:
-            if copy == view.head or copy in self._attached or self._over.is_set():
+            if copy == view.head or copy in self._attached or self._is_over:
                 continue
             self._learns(self.attach, copy, timeout_s)
 
@@ -237,17 +237,14 @@ class ChainWatch:
             connection.abort()
             self._detached.append(connection)
 
-    # ------------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        probed_s = time.monotonic()
-        while not self._over.wait(PROBE_S):
-            self.attach_members(_ATTACH_S)
-            now_s = time.monotonic()
-            since_s = min(list(self.since_s.values()), default=now_s)
-            if now_s - since_s > PROBE_S or now_s - probed_s > _IDLE_PROBE_S:
-                # until one says that there is a newer epoch
-                any(self._learns(self.ask, copy, _ATTACH_S) for copy in list(self._attached))
-                probed_s = time.monotonic()
-            with suppress(OSError, ShoalError):
-                self._chain.greet_head()
+    def _look(self) -> None:
+        """In the thread."""
+        self.attach_members(_ATTACH_S)
+        now_s = time.monotonic()
+        since_s = min(list(self.since_s.values()), default=now_s)
+        if now_s - since_s > PROBE_S or now_s - self._probed_s > _IDLE_PROBE_S:
+            # until one says that there is a newer epoch
+            any(self._learns(self.ask, copy, _ATTACH_S) for copy in list(self._attached))
+            self._probed_s = now_s
+        with suppress(OSError, ShoalError):
+            self._chain.greet_head()

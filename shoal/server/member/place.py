@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shoal.coordinator import Alive
 from shoal.protocol import ErrorReply, Moved
@@ -39,23 +39,19 @@ class Elsewhere(Exception):
         return ErrorReply(str(self)[:4000], moved=self.moved)
 
 
-@dataclass
-class AddressBook:
-    """Of all processes of a run, by their number."""
+class AddressBook(dict[int, str]):
+    """Of the processes of a run, by their number, as far as they have said where they listen."""
 
-    host: str = ""
-    known: dict[int, str] = field(default_factory=dict)
+    def __init__(self, host: str = ""):
+        super().__init__()
+        self._host = host
 
     def saw(self, process: int, alive: Alive) -> None:
         """What alive/<process> holds now."""
-        is_of_its_host = alive.address.startswith("unix:") and alive.host != self.host
+        is_of_its_host = alive.address.startswith("unix:") and alive.host != self._host
         address = alive.remote if is_of_its_host else alive.address
         if address:
-            self.known[process] = address
-
-    def of(self, process: int) -> str | None:
-        """None where it is not known yet."""
-        return self.known.get(process)
+            self[process] = address
 
 
 def own_address(local: str, remote: str, host: str, hostname: str) -> Alive:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from shoal.protocol import FrameKind, Header
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.waits import Periodic
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
 from shoal.server.member.operations import Decided, Lost, StepClosed
@@ -51,30 +52,6 @@ _MAX_REQUESTS = 8  # of one look
 _APART_OF_TTL = 2  # a copy without a connection for so many leases is said to be unreachable
 _POLL_S = 0.25
 ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
-
-
-class Periodic:
-    """A thread that acts at regular intervals, and when it is poked."""
-
-    def __init__(self, name: str, period_s: float, act: Callable[[], None]):
-        self._period_s = period_s
-        self._act = act
-        self._is_over = False
-        self._poked = threading.Event()
-        self.poke = self._poked.set
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.start = self._thread.start
-
-    def close(self, join_s: float) -> None:
-        self._is_over = True
-        self.poke()
-        self._thread.join(join_s)
-
-    def _run(self) -> None:
-        while not self._is_over:
-            self._act()
-            self._poked.wait(self._period_s)
-            self._poked.clear()
 
 
 class Keeper:
@@ -100,8 +77,9 @@ class Keeper:
         self._alive_key = alive_key(runtime.place.process)
 
     def start(self) -> None:
-        self._renewals.start()
-        self._looks.start()
+        for each in (self._renewals, self._looks):
+            each.start()
+            each.poke()
 
     def close(self, join_s: float) -> None:
         self._renewals.close(join_s)
@@ -300,11 +278,9 @@ class Leading:
 
 @dataclass(frozen=True)
 class ChainSettings:
-    """Who a copy is, and where others listen, as far as that is known before the coordinator says
-    it: by the number of the process."""
+    """Who a copy is, and the coordinator, which says where others listen."""
 
     place: ChainPlace
-    known: Mapping[int, str]
     coordinator: Coordinator
     ttl_s: float
     leases: Coordinator | None = None  # the same coordinator over another connection
@@ -330,14 +306,14 @@ class ChainParts:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
         self.runtime = ChainRuntime(place, host, on_reset)
         header = Header(FrameKind.HELLO, place.copy, place.shard)
-        book = AddressBook(settings.host, dict(settings.known))
+        book = AddressBook(settings.host)
         first = place.shard * place.copies
         self.runtime.links = {
-            peer: PeerLink(self.runtime, peer, partial(book.of, first + peer), secret, header, tls)
+            peer: PeerLink(self.runtime, peer, partial(book.get, first + peer), secret, header, tls)
             for peer in range(place.copies)
             if peer != place.copy
         }
-        self.leading = Leading(self.runtime, book.of, secret, tls)
+        self.leading = Leading(self.runtime, book.get, secret, tls)
         own = own_address(*listens, settings.host, settings.hostname)
         self.keeper = Keeper(self.runtime, settings, own, book)
 

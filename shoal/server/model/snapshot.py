@@ -68,8 +68,6 @@ class ShardDocument(messages.WireMessage, frozen=True):
     optimizer: messages.ShardState
     tables: tuple[SavedTable, ...]
     residuals: tuple[Count, ...] = ()  # workers whose residuals are here
-    epoch: Count = 1  # files of earlier versions have these two
-    pushes: tuple[Any, ...] = ()
 
     def tensor_names(self) -> Iterator[str]:
         yield "weights"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.runtime.config import TlsConfig
+from shoal.runtime.config import EtcdConfig, TlsConfig
 
 _PIECE_BYTES = 1 << 16
 _MOST_FLIGHTS = 4  # of a handshake, in each direction
@@ -81,21 +81,28 @@ def peer_certificate(sock: socket.socket) -> bytes:
     return sock.getpeercert(binary_form=True) or b""
 
 
-def own_context(tls: TlsConfig, protocol: int) -> ssl.SSLContext:
-    """With the certificate of this host; with SHOAL_TLS_CA the other side has to show one, too."""
+def own_context(
+    tls: TlsConfig | EtcdConfig, protocol: int, variables: str = "SHOAL_TLS"
+) -> ssl.SSLContext:
+    """With the certificate of this host, if it has one: the other side may ask for it.
+
+    With an authority the other side has to show one, too; clients have that of the system else.
+    """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    assert tls.certificate is not None
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:  # ssl.SSLError is one
-        raise BadInput(f"SHOAL_TLS_CERT {tls.certificate}: {error}") from error
+    if tls.certificate:
+        try:
+            context.load_cert_chain(tls.certificate, tls.key)
+        except OSError as error:  # ssl.SSLError is one
+            raise BadInput(f"{variables}_CERT {tls.certificate}: {error}") from error
     if tls.authority:
         try:
             context.load_verify_locations(tls.authority)
         except OSError as error:
-            raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+            raise BadInput(f"{variables}_CA {tls.authority}: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
+    elif protocol == ssl.PROTOCOL_TLS_CLIENT:
+        context.load_default_certs()
     return context
 
 

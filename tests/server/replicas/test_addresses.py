@@ -33,13 +33,14 @@ def test_a_unix_socket_is_for_its_own_host() -> None:
     here, there = AddressBook("a"), AddressBook("b")
     for book in (here, there):
         book.saw(4, alive)
-    assert (here.of(4), there.of(4), here.of(5)) == (UNIX, "tcp:a:1", None)
+    assert (here.get(4), there.get(4), here.get(5)) == (UNIX, "tcp:a:1", None)
 
 
 def test_an_address_that_others_cannot_use_does_not_replace_one_that_is_known() -> None:
-    book = AddressBook("b", {4: "tcp:a:1"})
+    book = AddressBook("b")
+    book[4] = "tcp:a:1"
     book.saw(4, Alive(1, UNIX, 2, "", "a"))
-    assert book.of(4) == "tcp:a:1"
+    assert book == {4: "tcp:a:1"}
 
 
 def test_one_that_listens_at_all_addresses_is_found_by_the_name_of_its_host() -> None:
@@ -49,7 +50,7 @@ def test_one_that_listens_at_all_addresses_is_found_by_the_name_of_its_host() ->
 
 
 def test_a_replica_does_not_listen_beyond_loopback_in_the_clear() -> None:
-    settings = ChainSettings(ChainPlace(0, 0, 2), {}, LocalCoordinator(), 0.5)
+    settings = ChainSettings(ChainPlace(0, 0, 2), LocalCoordinator(), 0.5)
     with pytest.raises(BadInput, match="in the clear"):
         Server("tcp:0.0.0.0:0", SECRET, chain=settings)
 

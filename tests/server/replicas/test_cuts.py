@@ -64,7 +64,7 @@ class HostWorld(World):
         place = ChainPlace(0, replica, self.replicas)
         who = place.in_words()
         coordinator = RemoteCoordinator(self.service.addresses[0], SECRET, who, TRUSTED)
-        settings = ChainSettings(place, {}, coordinator, TTL_S)
+        settings = ChainSettings(place, coordinator, TTL_S)
         listen = f"tcp:{self.net.hosts[replica].address}:0"
         server = Server(listen, SECRET, tls=TRUSTED, chain=settings)
         self._record(server, replica)

@@ -93,7 +93,7 @@ def _learner_cases() -> list[Case]:
 
 def _coordinator_cases() -> list[Case]:
     """It is killed while it writes down that a member is lost, or that one is added."""
-    points = [f"log.append.{point}" for point in ("before", "partial", "written", "synced")]
+    points = [f"store.{point}" for point in ("begin", "partial", "temporary", "fsync", "rename")]
     return [
         Case(COORDINATOR, point, COORDINATOR, (MIDDLE,), returns)
         for point in points

@@ -194,8 +194,7 @@ def test_a_read_that_takes_long_does_not_cost_the_lease(tmp_path: Path) -> None:
     reads, leases = SlowReads(shared), SlowReads(shared)
     leases.goes_on.set()
     address = f"unix:{tmp_path}/server.sock"
-    known = {0: address, 1: address}
-    settings = ChainSettings(ChainPlace(0, 0, 2), known, reads, TTL_S, leases=leases)
+    settings = ChainSettings(ChainPlace(0, 0, 2), reads, TTL_S, leases=leases)
     with Server(address, SECRET, chain=settings):
         assert reads.asked.wait(60)
         before = shared.live("alive/")

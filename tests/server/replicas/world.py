@@ -76,12 +76,10 @@ class World:
 
     def start(self, shard: int, replica: int) -> Server:
         place = ChainPlace(shard, replica, self.replicas, self.consistency)
+        settings = ChainSettings(place, self.coordinator, TTL_S)
         if self.tls is None:
-            known = dict(enumerate(address for row in self.addresses for address in row))
-            settings = ChainSettings(place, known, self.coordinator, TTL_S)
             server = Server(self.addresses[shard][replica], SECRET, chain=settings)
         else:
-            settings = ChainSettings(place, {}, self.coordinator, TTL_S)
             server = Server("tcp:127.0.0.1:0", SECRET, tls=self.tls, chain=settings)
             self.addresses[shard][replica] = server.address
         self.servers[shard, replica] = server

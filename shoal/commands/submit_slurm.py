@@ -13,11 +13,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.commands.submit_request import MARK, SubmitRequest, seconds_of
 from shoal.errors import BadInput
-from shoal.launch.managers.submit_spec import MARK, SubmitSpec, seconds_of
 from shoal.runtime.preemption import EXIT_STATUS
 
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
@@ -25,43 +24,30 @@ _ARRAY = re.compile(r"--array\b|-a")
 _BAD_INPUT = 2  # a mistake that a second start does not mend
 
 
-@dataclass(frozen=True)
-class SlurmOptions:
-    """What only Slurm knows."""
-
-    partition: str | None = None
-    account: str | None = None
-    output: str | None = None  # %j is the number of the job
-    gpus: int | None = None  # of all nodes together
-    lines: tuple[str, ...] = ()  # options of sbatch, such as --constraint=a100
-    setup: tuple[str, ...] = ()  # lines of shell before srun, such as module load cuda
-    srun: tuple[str, ...] = ()  # options of srun, such as --container-image=IMAGE
-
-
-def slurm_script(spec: SubmitSpec, options: SlurmOptions) -> str:
+def slurm_script(asked: SubmitRequest) -> str:
     """The text of the script."""
     lines = [
         "#!/bin/bash",
         f"# written by {MARK}",
-        *(f"#SBATCH {line}" for line in _directives(spec, options)),
+        *(f"#SBATCH {line}" for line in _directives(asked)),
         "",
-        *(f"export {name}={shlex.quote(value)}" for name, value in spec.environ.items()),
-        *options.setup,
+        *(f"export {name}={shlex.quote(value)}" for name, value in asked.environ.items()),
+        *(asked.setup or ()),
         "",
         _TRAPS,
-        f"{shlex.join(['srun', '--kill-on-bad-exit=1', *_srun(spec, options), *spec.command])} &",
+        f"{shlex.join(['srun', '--kill-on-bad-exit=1', *_srun(asked), *asked.command])} &",
         _WAIT,
-        *_starting_again(spec),
+        *_starting_again(asked),
         'exit "$status"',
         "",
     ]
     return "\n".join(lines)
 
 
-def _srun(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
-    if spec.cpus is not None:
-        yield f"--cpus-per-task={spec.cpus}"  # since Slurm 22.05 srun does not take it from sbatch
-    for option in options.srun:
+def _srun(asked: SubmitRequest) -> Iterator[str]:
+    if asked.cpus is not None:
+        yield f"--cpus-per-task={asked.cpus}"  # since Slurm 22.05 srun does not take it from sbatch
+    for option in asked.srun or ():
         if not option.startswith("-"):
             raise BadInput(f"--srun takes an option of srun such as --cpu-bind=cores: {option!r}")
         yield option
@@ -84,39 +70,39 @@ while
 do :; done"""
 
 
-def _directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
+def _directives(asked: SubmitRequest) -> Iterator[str]:
     """Lines of the user come last: they count more."""
     given = {
-        "job-name": spec.name,
-        "nodes": spec.nodes,
-        "ntasks": spec.workers,
-        "ntasks-per-node": spec.workers_per_node,
-        "cpus-per-task": spec.cpus,
-        "gpus-per-node": spec.gpus_per_node or None,
-        "gpus": options.gpus,
-        "mem": spec.memory,
-        "time": spec.time,
-        "partition": options.partition,
-        "account": options.account,
-        "output": _log(options.output),
+        "job-name": asked.name,
+        "nodes": asked.nodes,
+        "ntasks": asked.workers,
+        "ntasks-per-node": asked.workers_per_node,
+        "cpus-per-task": asked.cpus,
+        "gpus-per-node": asked.gpus_per_node or None,
+        "gpus": asked.gpus,
+        "mem": asked.memory,
+        "time": asked.time,
+        "partition": asked.partition,
+        "account": asked.account,
+        "output": _log(asked.log),
     }
     for name, value in given.items():
         if value is not None:
             yield f"--{name}={_checked(name, str(value))}"
-    if spec.requeue or spec.restarts:
+    if asked.requeues or asked.max_restarts:
         yield "--requeue"
         yield "--open-mode=append"
-    if spec.requeue:
-        if spec.time is not None and spec.notice_s >= seconds_of(spec.time):
+    if asked.requeues:
+        if asked.time is not None and asked.notice >= seconds_of(asked.time):
             raise BadInput(
-                f"--notice {spec.notice_s} s before the end of --time {spec.time} is before the "
+                f"--notice {asked.notice} s before the end of --time {asked.time} is before the "
                 "start: give more time or less notice"
             )
-        yield f"--signal=B:USR1@{spec.notice_s}"  # so long before the time limit, if there is one
-    for line in options.lines:
+        yield f"--signal=B:USR1@{asked.notice}"  # so long before the time limit, if there is one
+    for line in asked.line or ():
         if not line.startswith("-") or not line.isprintable():
             raise BadInput(f"--line takes an option of sbatch such as --constraint=a100: {line!r}")
-        if _ARRAY.match(line) and (spec.requeue or spec.restarts):
+        if _ARRAY.match(line) and (asked.requeues or asked.max_restarts):
             raise BadInput(f"--line={line}: all tasks of an array would go on from one checkpoint")
         yield line
 
@@ -136,11 +122,11 @@ def _checked(name: str, text: str) -> str:
     return text
 
 
-def _starting_again(spec: SubmitSpec) -> Iterator[str]:
+def _starting_again(asked: SubmitRequest) -> Iterator[str]:
     requeue = 'exec scontrol requeue "$SLURM_JOB_ID"'
-    if spec.requeue:
+    if asked.requeues:
         yield f'if [ "$asked" = 1 ] && [ "$status" = {EXIT_STATUS} ]; then {requeue}; fi'
-    if spec.restarts:
+    if asked.max_restarts:
         is_crash = f'[ "$asked$ended" = 00 ] && [ "$status" != 0 ] && [ "$status" != {_BAD_INPUT} ]'
-        is_left = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.restarts} ]'
+        is_left = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {asked.max_restarts} ]'
         yield f"if {is_crash} && {is_left}; then {requeue}; fi"

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli import main
+from shoal.commands import submit_request as request_module
+from shoal.commands.submit_kubernetes import manifest
+from shoal.commands.submit_request import SubmitRequest, name_of, read_variables
+from shoal.commands.submit_slurm import slurm_script
 from shoal.errors import BadInput
-from shoal.launch.managers import submit_spec as spec_module
-from shoal.launch.managers.kubernetes import KubernetesOptions, manifest
-from shoal.launch.managers.slurm_script import SlurmOptions, slurm_script
-from shoal.launch.managers.submit_spec import SubmitSpec, name_of, read_variables
 from shoal.runtime.secret import new_secret
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
@@ -31,13 +31,25 @@ IN_VOLUME = [*IMAGE, "--claim", "a:/data", "--checkpoint"]
 SHORT = ["--slurm", "--time", "10"]
 
 
-def spec_of(*command: str, **options: Any) -> SubmitSpec:
-    given: dict[str, Any] = {"workers": 4, "name": "train", **options}
-    return SubmitSpec(command=command or ("python", "train.py"), **given)
+def pods(*words: str, **options: Any) -> SubmitRequest:
+    """A script in an image: it need not be here."""
+    script, *args = words or ("train.py",)
+    given: dict[str, Any] = {"k8s": True, "image": "shoal:1", "job_name": "train", "workers": 4}
+    return SubmitRequest(script, args, **{**given, **options})
 
 
-def slurm(options: SlurmOptions = SlurmOptions(), **asked: Any) -> str:  # noqa: B008
-    return slurm_script(spec_of(**asked), options)
+class Batch(SubmitRequest):
+    """A job of Slurm whose script need not be here."""
+
+    @property
+    def command(self) -> list[str]:
+        return ["python", self.script, *(self.args or ())]
+
+
+def slurm(*words: str, **options: Any) -> str:
+    script, *args = words or ("train.py",)
+    given: dict[str, Any] = {"slurm": True, "job_name": "train", "workers": 4}
+    return slurm_script(Batch(script, args, **{**given, **options}))
 
 
 def write_program(file: Path, body: str) -> None:
@@ -59,8 +71,13 @@ def run_script(text: str, folder: Path, srun: str) -> int:
 
 def test_a_script_asks_for_what_the_options_say() -> None:
     asked = {"workers": 32, "nodes": 4, "gpus_per_node": 8, "cpus": 6, "memory": "64G"}
-    options = SlurmOptions("gpu", "lab", "%j.out", lines=("--constraint=a100",))
-    text = slurm(options, **asked, time="1-12:00:00", requeue=True)
+    of_slurm = {
+        "partition": "gpu",
+        "account": "lab",
+        "log": "%j.out",
+        "line": ["--constraint=a100"],
+    }
+    text = slurm(**asked, **of_slurm, time="1-12:00:00", requeue=True)
     assert re.findall("^#SBATCH --(.*)", text, re.MULTILINE) == [
         *("job-name=train", "nodes=4", "ntasks=32", "ntasks-per-node=8", "cpus-per-task=6"),
         *("gpus-per-node=8", "mem=64G", "time=1-12:00:00", "partition=gpu", "account=lab"),
@@ -71,9 +88,9 @@ def test_a_script_asks_for_what_the_options_say() -> None:
 
 
 def test_hostile_words_arrive_as_they_are(tmp_path: Path) -> None:
-    environ = {f"V{i}": word for i, word in enumerate(HOSTILE)}
+    variables = [f"V{i}={word}" for i, word in enumerate(HOSTILE)]
     image = "--container-image=me/train:1 $(id)"
-    text = slurm_script(spec_of("python", *HOSTILE, environ=environ), SlurmOptions(srun=(image,)))
+    text = slurm(*HOSTILE, env=variables, srun=[image])
     names = " ".join(f'"$V{i}"' for i in range(len(HOSTILE)))
     srun = f'printf "%s\\0" "$2" "${{@:4}}" {names} > words'
     assert run_script(text, tmp_path, srun) == 0
@@ -109,9 +126,9 @@ def test_a_job_is_requeued_when_it_has_stopped_after_the_signal(
 def test_a_crash_is_followed_by_a_start_if_asked_for(
     tmp_path: Path, status: int, is_requeued: bool
 ) -> None:
-    run_script(slurm(restarts=1), tmp_path, f"exit {status}")
+    run_script(slurm(max_restarts=1), tmp_path, f"exit {status}")
     assert (tmp_path / "requeued").exists() == is_requeued
-    assert run_script(f"SLURM_RESTART_COUNT=1\n{slurm(restarts=1)}", tmp_path, "exit 1") == 1
+    assert run_script(f"SLURM_RESTART_COUNT=1\n{slurm(max_restarts=1)}", tmp_path, "exit 1") == 1
 
 
 # -------------------------------------------------------------------------- Kubernetes
@@ -124,8 +141,9 @@ def pod_of(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_a_pod_of_one_worker_has_the_four_variables() -> None:
-    spec = spec_of(nodes=4, cpus=2, memory="1G", gpus_per_node=1, time="90", requeue=True)
-    text = manifest(spec, KubernetesOptions("shoal:1", "lab", "key", ("data:/data",)))
+    asked = pods(nodes=4, cpus=2, memory="1G", gpus_per_node=1, time="90", requeue=True,
+                 namespace="lab", secret="key", claim=["data:/data"])  # fmt: skip
+    text = manifest(asked)
     document, (pod, environ) = json.loads(text), pod_of(text)
     job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (document["kind"], document["metadata"]["namespace"]) == ("JobSet", "lab")
@@ -144,7 +162,7 @@ def test_a_pod_of_one_worker_has_the_four_variables() -> None:
 
 
 def test_a_pod_of_several_workers_runs_torchrun() -> None:
-    pod, _ = pod_of(manifest(spec_of(nodes=2), KubernetesOptions("shoal:1")))
+    pod, _ = pod_of(manifest(pods(nodes=2)))
     assert pod["containers"][0]["command"] == [
         *("python", "-m", "torch.distributed.run"),
         *("--node-rank=$(NODE_RANK)", "--nnodes=2"),
@@ -156,12 +174,12 @@ def test_a_pod_of_several_workers_runs_torchrun() -> None:
 @given(st.lists(TEXTS | st.sampled_from(["$(HOME)", "$$(HOME)", "$", "$$$(HOME)"])))
 def test_words_survive_kubernetes(words: list[str]) -> None:
     """It expands as third_party/forked/golang/expansion does."""
-    pod, _ = pod_of(manifest(spec_of("python", *words, nodes=4), KubernetesOptions("shoal:1")))
+    pod, _ = pod_of(manifest(pods("train.py", *words, nodes=4)))
     expanded = [
         re.sub(r"\$\$|\$\(HOME\)", lambda found: "$" if found[0] == "$$" else "/root", word)
         for word in pod["containers"][0]["command"]
     ]
-    assert expanded == ["python", *words]
+    assert expanded == ["python", "train.py", *words]
 
 
 # -------------------------------------------------------------------------- options
@@ -170,22 +188,21 @@ def test_words_survive_kubernetes(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        *(lambda options=options: spec_of(**options) for options in (
-            {"nodes": 5}, {"memory": "much"}, {"time": "soon"}, {"time": "0"}, {"name": "A b"},
+        *(lambda options=options: pods(**options) for options in (
+            {"nodes": 5}, {"memory": "much"}, {"time": "soon"}, {"time": "0"}, {"job_name": "A b"},
         )),
-        *(lambda options=options: slurm(options) for options in (
+        *(lambda options=options: slurm(**options) for options in (
             # what becomes a line of sbatch is one word
-            SlurmOptions(partition="a b"), SlurmOptions(account="x\n#SBATCH --uid=0"),
-            SlurmOptions(lines=("--a\nrm -rf /",)), SlurmOptions(lines=("rm",)),
-            SlurmOptions(srun=("rm",)), SlurmOptions(output="/no/such/folder/%j.out"),
+            {"partition": "a b"}, {"account": "x\n#SBATCH --uid=0"}, {"line": ["--a\nrm -rf /"]},
+            {"line": ["rm"]}, {"srun": ["rm"]}, {"log": "/no/such/folder/%j.out"},
+            # all tasks of an array would share a checkpoint
+            {"line": ["--array=0-3"], "requeue": True},
         )),
-        # all tasks of an array would share a checkpoint
-        lambda: slurm(SlurmOptions(lines=("--array=0-3",)), requeue=True),
-        *(lambda claim=claim: KubernetesOptions("shoal:1", claims=(claim,)) for claim in (
+        *(lambda claim=claim: pods(claim=[claim]) for claim in (
             "data", "data:/a:b", ":/a", "data:a",
         )),
-        lambda: manifest(spec_of(nodes=3), KubernetesOptions("shoal:1")),
-        lambda: manifest(spec_of(environ={"RANK": "0"}), KubernetesOptions("shoal:1")),
+        lambda: manifest(pods(nodes=3)),
+        lambda: manifest(pods(env=["RANK=0"])),
         # a secret does not go into the text
         *(lambda text=text: read_variables([text]) for text in ("SHOAL_SECRET=00", "A", "1=2")),
     ],
@@ -196,14 +213,14 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
 
 
 def test_what_makes_sense_is_not() -> None:
-    assert "--array=0-3" in slurm(SlurmOptions(lines=("--array=0-3",)))
+    assert "--array=0-3" in slurm(line=["--array=0-3"])
     assert read_variables(["A=1", "B=x=y", "A=2"]) == {"A": "2", "B": "x=y"}
-    assert doctest.testmod(spec_module).failed == 0
+    assert doctest.testmod(request_module).failed == 0
 
 
 @given(TEXTS)
 def test_every_script_has_a_name_for_its_job(script: str) -> None:
-    spec_of(name=name_of(script))
+    pods(job_name=name_of(script))
 
 
 # -------------------------------------------------------------------------- the command
