@@ -33,7 +33,8 @@ class VirtualNetwork:
         self.cluster = cluster
         self.topology = ClusterTopology(cluster)
         self._time = time
-        self._messages = MessageNetwork(Routes(self.topology), cluster.devices)
+        self._routes = Routes(self.topology)
+        self._messages = MessageNetwork(self._routes.capacities)
         self._arrived: dict[int, Callable[[], None]] = {}
         self._number = 0
         self._begun: list[tuple[int, VirtualMessage]] = []
@@ -42,8 +43,9 @@ class VirtualNetwork:
 
     @property
     def link_bytes(self) -> dict[str, float]:
-        carried = self._messages.carried_bytes.tolist()
-        named = zip(self.topology.links, carried, strict=True)
+        links = self.topology.links
+        carried = self._messages.carried_bytes[: len(links)].tolist()
+        named = zip(links, carried, strict=True)
         return {link.name: num_bytes for link, num_bytes in named if num_bytes}
 
     def send(self, messages: Phase, arrived: Callable[[], None]) -> None:
@@ -89,9 +91,8 @@ class VirtualNetwork:
         src, dst, sizes, repeats = zip(*(message for _, message in begun), strict=True)
         tags = np.array([tag for tag, _ in begun])
         self._let_pass(self._time.now_s)
-        self._messages.start(
-            np.array(src), np.array(dst), np.array(sizes, np.float64), tags, np.array(repeats)
-        )
+        ways = self._routes.ways(np.array(src), np.array(dst))
+        self._messages.start(ways, np.array(sizes, np.float64), tags, np.array(repeats))
         self._next_s = None
 
     def _let_pass(self, to_s: float) -> None:

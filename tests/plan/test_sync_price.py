@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal.cluster import Cluster, Node, Noise
@@ -16,8 +17,9 @@ from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor, price_of
 from shoal.plan.prediction import Part
-from shoal.plan.simulator.messages import Routes
-from shoal.plan.simulator.task_graph import TaskGraph, in_rounds
+from shoal.plan.simulator.messages import MessageNetwork, Routes
+from shoal.plan.simulator.symmetry import Symmetry
+from shoal.plan.simulator.task_graph import Collectives, TaskGraph
 from shoal.plan.step.collective_time import Network, RankGroup, collective_time, group_places, hops
 from shoal.plan.sync_price import SyncPrice, SyncQuestion
 from shoal.plan.sync_price.flat_sizes import TensorSizes
@@ -54,9 +56,10 @@ def ports(ranks: int, bytes_per_s: float, alpha_s: float = 0.0) -> Routes:
 
 def by_rank(collective: Collective, num_bytes: float, routes: Routes) -> float:
     """Seconds where a rank begins its next round as soon as it is through with this one."""
-    graph = TaskGraph()
-    end = in_rounds(graph, collective, range(collective.ranks), num_bytes, graph.join(()))
-    return graph.run(routes, collective.ranks).end_s[end]
+    graph, alike = TaskGraph(), Symmetry(routes, is_on=False)
+    ranks = np.arange(collective.ranks)
+    end = Collectives(graph, alike, 1, is_alone=False).in_rounds(collective, ranks, num_bytes, ())
+    return graph.run(MessageNetwork(alike.capacities()), alike.ways()).end_s[end]
 
 
 ONE_EACH = Cluster("one device a node", GPU, Node(1, fabric=NVLINK, nic=NIC), 64)
