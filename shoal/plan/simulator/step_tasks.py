@@ -23,8 +23,7 @@ from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Layout
 
-MOST_RANKS = 4096  # of schedules that have a chunk for each of them
-_WHOLE = ("tree", "doubling")  # these send whole vectors
+MOST_RANKS = 4096  # of most schedules; they have a chunk for each rank
 MOST_BUCKETS = 16  # of gradients in a simulated step; smaller ones are sent together
 
 
@@ -339,9 +338,9 @@ class StepTasks:
 
 
 def _schedule(algorithm: str, ranks: int) -> Collective:
-    if ranks > MOST_RANKS and algorithm not in _WHOLE:
+    if ranks > MOST_RANKS and algorithm != "tree":
         raise BadInput(
             f"{algorithm} over {ranks} ranks has too many messages to simulate: beyond "
-            f"{MOST_RANKS} ranks there are ring, hierarchical, {' and '.join(_WHOLE)}"
+            f"{MOST_RANKS} ranks there are auto, ring, hierarchical and tree"
         )
     return build_collective("all_reduce", algorithm, ranks)

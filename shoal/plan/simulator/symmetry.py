@@ -152,6 +152,11 @@ class Symmetry:
         self._bases: dict[Hashable, int] = {}  # of each space, the number of its first class
         self._ways: list[Ways] = []
         self._num_links = self._num_flows = 0
+        self._carried = np.zeros(self.routes.links.size)
+
+    def carry(self, num_bytes: Floats) -> None:
+        """What links carried of messages that are not among the classes of flows."""
+        self._carried += num_bytes
 
     def is_stable(self) -> bool:
         """Whether nothing was told apart since `begin`."""
@@ -198,7 +203,7 @@ class Symmetry:
 
     def link_bytes(self, carried: Floats) -> Floats:
         """What each link carried."""
-        total = np.zeros(self.routes.links.size)
+        total = self._carried.copy()
         for name, base in self._bases.items():
             total += carried[base + self._spaces[name].classes.of[: total.size]]
         return total

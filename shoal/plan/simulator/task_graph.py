@@ -25,7 +25,6 @@ from shoal.plan.simulator.messages import Floats, Longs, MessageNetwork, Ways, m
 from shoal.plan.simulator.symmetry import Classes, Messages, Round, Symmetry, among
 from shoal.plan.sync_price import Agreeing
 from shoal.schedules.collectives import Collective
-from shoal.schedules.collectives.tree import mirrored, parents
 
 
 class Task(NamedTuple):
@@ -191,51 +190,66 @@ class Collectives:
         return self._follow((name, int(ranks[0, 0])), [(src, dst, np.ones(src.size))], sent, begin)
 
     def trees(self, ranks: Longs, num_bytes: float, after: Sequence[int]) -> int:
-        """An all-reduce up and down two binary trees over nodes, as streams of half of it each.
+        """An all-reduce up and down two binary trees over nodes, as streams.
 
-        Every NIC of a node is at the head of a chain of its ranks.
+        A node sends twice the vector, as where it is inside of one tree and a leaf of the other:
+        here to the nodes beside it. Each of its NICs is at the head of a chain of its ranks.
         """
         key = ("trees", int(ranks[0]))
-        move, repeats = self.alike.always(key, lambda: self._tree_edges(ranks))
+        move, repeats = self.alike.always(key, lambda: self._tree_streams(ranks))
         detail = f"all_reduce trees {round(num_bytes)} bytes"
         sent = Task(0, "reduce", "comm", detail, num_bytes=num_bytes, repeats=repeats)
         return self._follow(key, [move], sent, self._graph.join(after))
 
-    def _tree_edges(self, ranks: Longs) -> tuple[Move, float]:
-        """All streams, and the alphas of each: together as many as lie on the longest way."""
-        node = self.alike.routes.topology.cluster.node
-        nodes = by_node(ranks, node.devices)
+    def _tree_streams(self, ranks: Longs) -> tuple[Move, float]:
+        """Both ways, and the alphas of each: of two at a port as many as on the longest way."""
+        spec = self.alike.routes.topology.cluster.node
+        nodes = by_node(ranks, spec.devices)
         nodes = ranks[:, None] if nodes is None else nodes
         count, inside = nodes.shape
-        channels = min(node.nics, inside)
-        inner, between = [np.zeros((2, 0), np.int64)], []
-        for channel in range(channels):
-            chain = np.roll(nodes, -(channel * inside // channels), axis=1)
-            inner.append(np.stack([chain[:, 1:].ravel(), chain[:, :-1].ravel()]))
-            for tree in (parents(count), mirrored(count)):
-                edges = [(child, up) for child, up in enumerate(tree) if up is not None]
-                between.append(chain[:, 0][np.array(edges, np.int64).T])
-        ups = (np.concatenate(inner, axis=1), np.concatenate(between, axis=1))
-        chains, trees = (np.concatenate([up, up[::-1]], axis=1) for up in ups)
-        sizes = np.repeat([1.0, 0.5], [chains.shape[1], trees.shape[1]]) / channels
-        most = int(np.bincount(trees[0]).max())  # messages of one port
-        alphas_s = [
-            self.alike.routes.ways(*edges).alphas_s.max(initial=0) for edges in (chains, trees)
-        ]
-        depth = math.ceil(math.log2(count))
-        way_s = 2 * (depth * alphas_s[1] + (inside - 1) * alphas_s[0])
-        repeats = way_s / (most * alphas_s[1]) if alphas_s[1] else 1.0
-        return (*np.concatenate([chains, trees], axis=1), sizes), repeats
+        channels = min(spec.nics, inside)
+        chains = [np.roll(nodes, -(channel * inside // channels), 1) for channel in range(channels)]
+        heads = np.stack([chain[:, 0] for chain in chains])
+        inner = np.concatenate([chain[:, 1:].ravel() for chain in chains])
+        outer = np.concatenate([chain[:, :-1].ravel() for chain in chains])
+        src = np.concatenate([inner, heads.ravel()])
+        dst = np.concatenate([outer, np.roll(heads, 1, axis=1).ravel()])
+        alphas_s = self.alike.routes.ways(src, dst).alphas_s
+        within_s, between_s = (part.max(initial=0.0) for part in np.split(alphas_s, [inner.size]))
+        way_s = math.ceil(math.log2(count)) * between_s + (inside - 1) * within_s
+        repeats = way_s / between_s if between_s else 1.0
+        both = np.append(src, dst), np.append(dst, src)
+        return (*both, np.full(both[0].size, 1 / channels)), repeats
 
     def in_rounds(
         self, collective: Collective, ranks: Longs, num_bytes: float, after: Sequence[int]
     ) -> int:
         """Every message of a schedule; a rank's next round comes when it is through with this."""
         key = (str(collective), int(ranks[0]))
+        if self._is_alone:
+            return self._by_itself(collective, ranks, num_bytes, after)
         moves = self.alike.always(key, lambda: moves_of(collective, ranks))
         size = collective.chunk_bytes(num_bytes)
         sent = Task(0, "reduce", "comm", collective.name, num_bytes=size)
         return self._follow(key, moves, sent, self._graph.join(after))
+
+    def _by_itself(
+        self, collective: Collective, ranks: Longs, num_bytes: float, after: Sequence[int]
+    ) -> int:
+        """Message by message, once: ranks of a tree have all different pasts, and equal times."""
+
+        def alone() -> tuple[float, Floats]:
+            graph, apart = TaskGraph(), Symmetry(self.alike.routes, is_on=False)
+            Collectives(graph, apart, 1, is_alone=False).in_rounds(collective, ranks, num_bytes, ())
+            network = MessageNetwork(apart.capacities())
+            seconds = graph.run(network, apart.ways()).seconds
+            return seconds, apart.link_bytes(network.carried_bytes)
+
+        seconds, carried = self.alike.always((str(collective), num_bytes), alone)
+        self.alike.carry(carried)
+        first, lane = int(ranks[0]), self.alike.devices
+        task = Task(first, "reduce", "comm", collective.name, seconds=seconds, lane=lane)
+        return self._graph.add(task, after)
 
     def _follow(self, key: Hashable, moves: Sequence[Move], sent: Task, begin: int) -> int:
         graph, through = self._graph, [begin]

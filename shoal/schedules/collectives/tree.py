@@ -101,7 +101,7 @@ def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
     before downward and the foremost segment first.
     """
     chunks = 2 * segments
-    trees = [parents(ranks), mirrored(ranks)]
+    trees = [_parents(ranks), _mirrored(ranks)]
     flows = [_Flow(chunk, trees[chunk // segments]) for chunk in range(chunks)]
     flows.sort(key=lambda flow: flow.chunk % segments)
     rounds: list[list[Transfer]] = []
@@ -158,7 +158,7 @@ class _Flow:
         self.ready += [Transfer(rank, child, self.chunk, False) for child in self.children[rank]]
 
 
-def parents(ranks: int) -> list[int | None]:
+def _parents(ranks: int) -> list[int | None]:
     """The parent of every rank: clear its lowest bit and set the next, where that exists."""
     parents: list[int | None] = [None]
     for rank in range(1, ranks):
@@ -168,9 +168,9 @@ def parents(ranks: int) -> list[int | None]:
     return parents
 
 
-def mirrored(ranks: int) -> list[int | None]:
+def _mirrored(ranks: int) -> list[int | None]:
     """The tree whose leaves are the first one's inner nodes: mirrored, or turned for odd p."""
-    first = parents(ranks)
+    first = _parents(ranks)
     if ranks % 2 == 0:
         return [None if up is None else ranks - 1 - up for up in reversed(first)]
     turned = [None if up is None else (up + 1) % ranks for up in first]
