@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -73,93 +72,52 @@ class GraphLink:
     alpha_s: float = 0.0
 
 
-class _Links:
-    """Links by number, and the number of the link between two vertices."""
-
-    def __init__(self) -> None:
-        self.found: list[GraphLink] = []
-        self.numbers: dict[tuple[str, str], int] = {}
-
-    def add(self, name: str, src: str, dst: str, bytes_per_s: float, alpha_s: float = 0.0) -> None:
-        self.numbers[src, dst] = len(self.found)
-        self.found.append(GraphLink(name, src, dst, bytes_per_s, alpha_s))
-
-    def join(self, name: str, low: str, high: str, rate: float, alpha_s: float = 0.0) -> None:
-        """Both directions; a message pays the alpha on its way up."""
-        self.add(name, low, high, rate, alpha_s)
-        self.add(name, high, low, rate)
-
-
 class ClusterTopology:
-    """Paths are walks over vertices; between two that no link joins a message loses no time.
-
-    Links are numbered: two of each rack, then those of each node, of which all have equally many.
-    Those of a node are made when they are asked for.
-    """
+    """Paths are walks over vertices; between two that no link joins a message loses no time."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
+        self.links: list[GraphLink] = []
+        self._ids: dict[tuple[str, str], int] = {}
         self._nics = min(cluster.node.nics, cluster.node.devices)
-        self._uplinks = _Links()
-        self._of_node: dict[int, _Links] = {}
         self._paths: dict[tuple[int, int], tuple[int, ...]] = {}
         for rack in range(cluster.racks):
             if cluster.racks > 1 and cluster.node.nic is not None:
                 ends = (_tor(rack), "spine")
                 rate = cluster.uplink_bytes_per_s
-                self._uplinks.join(f"uplink of rack {rack}", *ends, rate, cluster.uplink_alpha_s)
-        self.first = len(self._uplinks.found)  # link of a node
-        self.each = len(self._node(0).found)  # links of a node
-
-    @cached_property
-    def links(self) -> list[GraphLink]:
-        nodes = range(self.cluster.nodes)
-        return [*self._uplinks.found, *(link for node in nodes for link in self._node(node).found)]
-
-    @property
-    def capacities(self) -> list[float]:
-        """Bytes a second of all links."""
-        node = [link.bytes_per_s for link in self._node(0).found]
-        return [link.bytes_per_s for link in self._uplinks.found] + node * self.cluster.nodes
-
-    def link(self, number: int) -> GraphLink:
-        if number < self.first:
-            return self._uplinks.found[number]
-        node, place = divmod(number - self.first, self.each)
-        return self._node(node).found[place]
+                self._join(f"uplink of rack {rack}", *ends, rate, cluster.uplink_alpha_s)
+        for node in range(cluster.nodes):
+            self._add_fabric(node)
+            self._add_pcie(node)
+            self._add_nics(node)
+        self._ways = [self._way(rank) for rank in range(cluster.devices)]
 
     def path(self, src: int, dst: int) -> tuple[int, ...]:
         """The ids of the links from one rank to another, in order; none to itself."""
         key = (src, dst)
         if key not in self._paths:
-            known = [(0, self._uplinks)]
-            for node in {self.cluster.place(rank)[1] for rank in key}:
-                known.append((self.first + node * self.each, self._node(node)))
-            self._paths[key] = tuple(
-                base + links.numbers[pair]
-                for pair in pairwise(self._stops(src, dst))
-                for base, links in known
-                if pair in links.numbers
-            )
+            pairs = pairwise(self._stops(src, dst))
+            self._paths[key] = tuple(self._ids[pair] for pair in pairs if pair in self._ids)
         return self._paths[key]
 
-    def _node(self, node: int) -> _Links:
-        if node not in self._of_node:
-            found = self._of_node[node] = _Links()
-            self._add_fabric(found, node)
-            self._add_pcie(found, node)
-            self._add_nics(found, node)
-        return self._of_node[node]
-
     def alpha_s(self, src: int, dst: int) -> float:
-        return sum(self.link(one).alpha_s for one in self.path(src, dst))
+        return sum(self.links[one].alpha_s for one in self.path(src, dst))
 
     def bytes_per_s(self, src: int, dst: int) -> float:
         """The rate of one message that has the path for itself."""
-        rates = [self.link(one).bytes_per_s for one in self.path(src, dst)]
+        rates = [self.links[one].bytes_per_s for one in self.path(src, dst)]
         return min(rates, default=float("inf"))
 
-    def _add_nics(self, links: _Links, node: int) -> None:
+    def _add(self, name: str, src: str, dst: str, bytes_per_s: float, alpha_s: float = 0.0) -> None:
+        self._ids[src, dst] = len(self.links)
+        self.links.append(GraphLink(name, src, dst, bytes_per_s, alpha_s))
+
+    def _join(self, name: str, low: str, high: str, rate: float, alpha_s: float = 0.0) -> None:
+        """Both directions; a message pays the alpha on its way up."""
+        self._add(name, low, high, rate, alpha_s)
+        self._add(name, high, low, rate)
+
+    def _add_nics(self, node: int) -> None:
         nic = self.cluster.node.nic
         if nic is None:
             return
@@ -168,18 +126,18 @@ class ClusterTopology:
         rate = self.cluster.node.nics * nic.rate / self._nics
         alpha_s = max(0.0, nic.alpha_s - (pcie.alpha_s if pcie else 0.0))
         for index in range(self._nics):
-            links.join(
+            self._join(
                 f"{nic.name} of node {node}", _vertex("nic", node, index), tor, rate, alpha_s
             )
 
-    def _add_fabric(self, links: _Links, node: int) -> None:
+    def _add_fabric(self, node: int) -> None:
         spec = self.cluster.node
         fabric = spec.fabric
         if fabric is None or spec.devices == 1:
             return
         if fabric.shared:
             bus = f"node {node}"
-            links.add(f"{fabric.name} of {bus}", bus, bus, fabric.rate, fabric.alpha_s)
+            self._add(f"{fabric.name} of {bus}", bus, bus, fabric.rate, fabric.alpha_s)
             return
         # links between neighbors of a torus, or between all pairs, which share a device's rate
         share = 1.0 if spec.torus is not None else 1.0 / (spec.devices - 1)
@@ -187,15 +145,15 @@ class ClusterTopology:
             gpu = self._gpu(node, device)
             if spec.torus is None and spec.fabric_is_switched:
                 ends = (gpu, f"switch of node {node}")
-                links.join(f"{fabric.name} of {gpu}", *ends, fabric.rate, fabric.alpha_s)
+                self._join(f"{fabric.name} of {gpu}", *ends, fabric.rate, fabric.alpha_s)
                 continue
             others = [one for one in range(spec.devices) if one != device]
             for other in others if spec.torus is None else neighbors(spec.torus, device):
                 peer = self._gpu(node, other)
                 name = f"{fabric.name} from {gpu} to {peer}"
-                links.add(name, gpu, peer, fabric.rate * share, fabric.alpha_s)
+                self._add(name, gpu, peer, fabric.rate * share, fabric.alpha_s)
 
-    def _add_pcie(self, links: _Links, node: int) -> None:
+    def _add_pcie(self, node: int) -> None:
         spec = self.cluster.node
         pcie = spec.pcie
         if pcie is None:
@@ -203,19 +161,19 @@ class ClusterTopology:
         for device in range(spec.devices):
             port = self._port(node, device)
             switch = _vertex("pcie", node, device // spec.devices_per_pcie)
-            if (port, switch) not in links.numbers:
-                links.join(f"{pcie.name} of {port}", port, switch, pcie.rate, pcie.alpha_s)
+            if (port, switch) not in self._ids:
+                self._join(f"{pcie.name} of {port}", port, switch, pcie.rate, pcie.alpha_s)
         if self._has_switches:
             for index in range(-(-spec.devices // spec.devices_per_pcie)):
                 switch = _vertex("pcie", node, index)
-                links.join(
+                self._join(
                     f"{pcie.name} above {switch}", switch, self._socket(node, index), pcie.rate
                 )
         if spec.socket_link is not None:
             link = spec.socket_link
             for pair in permutations(range(spec.sockets), 2):
                 one, other = (_vertex("socket", node, socket) for socket in pair)
-                links.add(f"{link.name} of node {node}", one, other, link.rate, link.alpha_s)
+                self._add(f"{link.name} of node {node}", one, other, link.rate, link.alpha_s)
 
     def _stops(self, src: int, dst: int) -> list[str]:
         rack, node, device = self.cluster.place(src)
@@ -225,8 +183,8 @@ class ClusterTopology:
         if node == other_node:
             return self._inside(node, device, other_device)
         spine = ["spine"] if rack != other_rack else []
-        back = self._way(dst)[::-1]
-        return [*self._way(src), *spine, *(back if spine else back[1:])]
+        back = self._ways[dst][::-1]
+        return [*self._ways[src], *spine, *(back if spine else back[1:])]
 
     def _inside(self, node: int, device: int, other: int) -> list[str]:
         spec = self.cluster.node

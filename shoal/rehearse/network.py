@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cluster import Cluster
-from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import MessageNetwork, Routes, message_table
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.schedules.collectives import Collective
@@ -31,9 +30,8 @@ class VirtualNetwork:
 
     def __init__(self, cluster: Cluster, time: VirtualTime):
         self.cluster = cluster
-        self.topology = ClusterTopology(cluster)
         self._time = time
-        self._routes = Routes(self.topology)
+        self._routes = Routes(cluster)
         self._messages = MessageNetwork(self._routes.capacities)
         self._arrived: dict[int, Callable[[], None]] = {}
         self._number = 0
@@ -43,10 +41,8 @@ class VirtualNetwork:
 
     @property
     def link_bytes(self) -> dict[str, float]:
-        links = self.topology.links
-        carried = self._messages.carried_bytes[: len(links)].tolist()
-        named = zip(links, carried, strict=True)
-        return {link.name: num_bytes for link, num_bytes in named if num_bytes}
+        carried = self._messages.carried_bytes[: self._routes.links.size]
+        return {self._routes.name(link): float(carried[link]) for link in np.flatnonzero(carried)}
 
     def send(self, messages: Phase, arrived: Callable[[], None]) -> None:
         """Messages that begin now; `arrived` is called when the last of them has come."""

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import LinkSpec
-from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import Routes
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.strategies import StepRun, simulate_step
@@ -109,7 +108,7 @@ def test_one_of_many_that_are_alike_takes_what_all_take_message_by_message(
         update_s=0.1,
     )
     steps = data.draw(st.integers(1, 2))
-    question = (work, agreeing, ranks, Routes(ClusterTopology(cluster)), Unevenness(slow=slow))
+    question = (work, agreeing, ranks, Routes(cluster), Unevenness(slow=slow))
     apart = simulate_step(*question, steps=steps, by_symmetry=False)
     together = simulate_step(*question, steps=steps, by_symmetry=True)
     assert sum(together.like.values()) == len(apart.like) == ranks.size

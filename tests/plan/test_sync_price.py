@@ -13,7 +13,6 @@ import pytest
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.presets import load_cluster
-from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor, price_of
 from shoal.plan.prediction import Part
@@ -51,7 +50,7 @@ DEVICE = Device("device", 1e9, 1e9, {"fp32": 1e9})
 def ports(ranks: int, bytes_per_s: float, alpha_s: float = 0.0) -> Routes:
     """Each rank is a node with one port."""
     node = Node(1, nic=LinkSpec("port", bytes_per_s, alpha_s))
-    return Routes(ClusterTopology(Cluster("ports", DEVICE, node, ranks)))
+    return Routes(Cluster("ports", DEVICE, node, ranks))
 
 
 def by_rank(collective: Collective, num_bytes: float, routes: Routes) -> float:

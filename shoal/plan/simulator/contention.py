@@ -66,8 +66,8 @@ class ClusterNetwork:
         self.shuffled = list(range(ranks))
         random.Random(seed).shuffle(self.shuffled)
         self._routes = {
-            IN_ORDER: Routes(self.topology),
-            AT_RANDOM: Routes(self.topology, self.shuffled),
+            IN_ORDER: Routes(self.cluster),
+            AT_RANDOM: Routes(self.cluster, self.shuffled),
         }
 
     @property
@@ -95,7 +95,7 @@ class ClusterNetwork:
         if carried.any():
             busiest = int(np.argmax(carried / routes.links))
             rates = (float(routes.links[busiest]), float(carried[busiest]))
-            bound = (self.topology.link(busiest).name, *rates)
+            bound = (routes.name(busiest), *rates)
         can_be = _can_be_simulated(table)
         simulated_s = simulate_collective(collective, num_bytes, routes) if can_be else None
         return ContendedPrice(

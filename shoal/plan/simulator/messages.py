@@ -8,14 +8,16 @@ one port begin to flow after k alphas. Bytes share every link of their way fairl
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.schedules.collectives import Collective
 
@@ -179,64 +181,77 @@ class Ways(NamedTuple):
 
 
 class Routes:
-    """Paths and alphas of a topology as arrays.
+    """Paths and alphas of a cluster as arrays.
 
-    Pairs of ranks that lie alike have like paths, which are found once: on the same devices of
-    their nodes, and in the same node, in the same rack, or in two.
+    Pairs of ranks that lie alike have like paths, which are looked for once in a few nodes: on the
+    same devices of their nodes, and in the same node, in the same rack, or in two. Links are those
+    of racks, two each, and then those of nodes, as in `ClusterTopology`.
     `order[r]` is the device of the cluster that rank r of a group runs on.
     """
 
-    def __init__(self, topology: ClusterTopology, order: Sequence[int] | None = None):
-        self.topology = topology
-        self.links = np.array(topology.capacities, np.float64)
-        self.capacities = np.append(self.links, np.ones(2 * topology.cluster.devices))
+    def __init__(self, cluster: Cluster, order: Sequence[int] | None = None):
+        self.cluster = cluster
+        racks = cluster.racks if cluster.racks > 1 and cluster.node.nic is not None else 0
+        nodes = 3 if cluster.racks > 1 else min(2, cluster.nodes)
+        few = replace(cluster, nodes=nodes, nodes_per_rack=2 if cluster.racks > 1 else None)
+        self._few = ClusterTopology(few)
+        self._spine = 4 if racks else 0  # links of two racks
+        self.first = 2 * racks
+        self.each = (len(self._few.links) - self._spine) // nodes
+        node = [link.bytes_per_s for link in self._few.links[self._spine :][: self.each]]
+        uplinks = [cluster.uplink_bytes_per_s] * self.first
+        self.links = np.array(uplinks + node * cluster.nodes, np.float64)
+        self.capacities = np.append(self.links, np.ones(2 * cluster.devices))  # and ports
         self._order = None if order is None else np.asarray(order, np.int64)
         self._known: dict[int, int] = {}
         self._ends: Longs = np.empty((0, 1), np.int64)  # by kind of pair: whose link; -1 pads
         self._numbers: Longs = np.empty((0, 1), np.int64)  # among those of its node or rack
         self._alphas_s: list[float] = []
 
+    def name(self, link: int) -> str:
+        if link < self.first:
+            return f"uplink of rack {link // 2}"
+        node, number = divmod(link - self.first, self.each)
+        name = self._few.links[self._spine + number].name.replace("node 0", f"node {node}")
+        first = node * self.cluster.node.devices
+        return re.sub(r"(?<=gpu )\d+", lambda gpu: str(first + int(gpu[0])), name)
+
     def ways(self, src: Longs, dst: Longs) -> Ways:
         """Of a message between each pair."""
-        cluster, first, each = self.topology.cluster, self.topology.first, self.topology.each
-        devices, nodes = cluster.node.devices, cluster.nodes_per_rack or cluster.nodes
+        cluster, devices = self.cluster, self.cluster.node.devices
+        nodes = cluster.nodes_per_rack or cluster.nodes
         ports = np.stack([src, cluster.devices + dst], axis=1) + self.links.size
         if self._order is not None:
             src, dst = self._order[src], self._order[dst]
         (node, place), (other_node, other) = divmod(src, devices), divmod(dst, devices)
         rack, other_rack = node // nodes, other_node // nodes
         apart = (node != other_node).astype(np.int64) + (rack != other_rack)
-        pairs, at, kind = np.unique(
-            (apart * devices + place) * devices + other, return_index=True, return_inverse=True
-        )
-        for pair, row in zip(pairs.tolist(), at.tolist(), strict=True):
-            if pair not in self._known:
-                self._learn(pair, int(src[row]), int(dst[row]))
-        rows = np.array([self._known[pair] for pair in pairs.tolist()], np.int64)[kind]
-        bases = [first + each * node, first + each * other_node, 2 * rack, 2 * other_rack]
+        pairs, kind = np.unique((apart * devices + other) * devices + place, return_inverse=True)
+        rows = np.array([self._row(pair) for pair in pairs.tolist()], np.int64)[kind]
+        starts = [node, other_node]
+        bases = [self.first + self.each * one for one in starts] + [2 * rack, 2 * other_rack]
         ends = self._ends[rows]
         paths = np.take_along_axis(np.stack(bases, axis=1), np.maximum(ends, 0), axis=1)
         paths = np.where(ends < 0, -1, paths + self._numbers[rows])
-        alphas_s = np.array(self._alphas_s)[rows]
         one, of_port = np.broadcast_to(1.0, paths.shape), np.broadcast_to(1.0, ports.shape)
-        return Ways(paths, one, ports, of_port, alphas_s)
+        return Ways(paths, one, ports, of_port, np.array(self._alphas_s)[rows])
 
-    def _learn(self, pair: int, src: int, dst: int) -> None:
-        topology = self.topology
-        path = topology.path(src, dst)
-        ends, numbers = [], []
-        for link in path:
-            node, number = divmod(link - topology.first, max(1, topology.each))
-            if link < topology.first:
-                ends.append(2 + link % 2)  # up from one rack, down to the other
-                numbers.append(link % 2)
-            else:
-                ends.append(int(node != topology.cluster.place(src)[1]))
-                numbers.append(number)
-        self._known[pair] = len(self._alphas_s)
-        self._ends = stacked([self._ends, np.array([ends or [-1]], np.int64)], -1)
-        self._numbers = stacked([self._numbers, np.array([numbers or [0]], np.int64)], 0)
-        self._alphas_s.append(sum(topology.link(link).alpha_s for link in path))
+    def _row(self, pair: int) -> int:
+        """Of a path from a device of node 0 to one of node 0, 1 (its rack) or 2 (another)."""
+        if pair not in self._known:
+            dst, src = divmod(pair, self.cluster.node.devices)
+            path = self._few.path(src, dst)
+            found = []  # whose link, and its number there: sender, receiver, rack up, rack down
+            for link in path:
+                node, number = divmod(link - self._spine, max(1, self.each))
+                is_up = link < self._spine
+                found.append((2 + link % 2, link % 2) if is_up else (min(node, 1), number))
+            ends, numbers = np.array(found or [(-1, 0)], np.int64).T
+            self._known[pair] = len(self._alphas_s)
+            self._ends = stacked([self._ends, ends[None]], -1)
+            self._numbers = stacked([self._numbers, numbers[None]], 0)
+            self._alphas_s.append(sum(self._few.links[link].alpha_s for link in path))
+        return self._known[pair]
 
 
 class MessageNetwork:
@@ -349,8 +364,6 @@ def simulate_collective(collective: Collective, num_bytes: float, routes: Routes
     table = message_table(collective)
 
     def timed(src: Longs, dst: Longs, sizes: Floats) -> RoundTime:
-        if len(src) == 1:
-            return _one_message(src, dst, float(sizes[0]), routes)
         network = MessageNetwork(routes.capacities)
         network.start(routes.ways(src, dst), sizes, np.arange(len(src)))
         end_s = 0.0
@@ -362,14 +375,3 @@ def simulate_collective(collective: Collective, num_bytes: float, routes: Routes
     nothing = (0.0, np.zeros(routes.links.size))
     chunk = collective.chunk_bytes(num_bytes)
     return table.sum_rounds(range(table.num_rounds), chunk, timed, nothing)[0]
-
-
-def _one_message(src: Longs, dst: Longs, num_bytes: float, routes: Routes) -> RoundTime:
-    """A message that has its path for itself."""
-    way = routes.ways(src, dst)
-    path = way.paths[0]
-    path = path[path >= 0]
-    rate = float(routes.links[path].min(initial=math.inf))
-    carried = np.zeros(routes.links.size)
-    carried[path] = num_bytes
-    return float(way.alphas_s[0]) + num_bytes / rate, carried

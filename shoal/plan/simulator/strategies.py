@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.cluster import Cluster, Noise
-from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.predict import (
     PlanSettings,
@@ -247,12 +246,12 @@ def simulate_strategy(
         agreeing = replace(agreeing, algorithm="trees")
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
     waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
-    topology = ClusterTopology(size)
+    routes = Routes(size)
     run = simulate_step(
         replace(work, microbatches=kept),
         agreeing,
         ranks,
-        Routes(topology),
+        routes,
         uneven,
         steps or (agreeing.every if waits else _SOME_STEPS),
         by_symmetry,
@@ -260,16 +259,15 @@ def simulate_strategy(
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
     left_out = work.microbatches - kept
     step_s = (run.step_s + left_out * slowest_s) / batches_in_turns(resolved.layout, term)
-    return SimulatedStep(step_s, run, left_out, _busiest(topology, run))
+    return SimulatedStep(step_s, run, left_out, _busiest(routes, run))
 
 
-def _busiest(topology: ClusterTopology, run: StepRun) -> BusyLink | None:
+def _busiest(routes: Routes, run: StepRun) -> BusyLink | None:
     """The link that would take longest for what it carried."""
     if not run.link_bytes.any():
         return None
-    number = int(np.argmax(run.link_bytes / topology.capacities))
-    link = topology.link(number)
-    return BusyLink(link.name, link.bytes_per_s, float(run.link_bytes[number]))
+    link = int(np.argmax(run.link_bytes / routes.links))
+    return BusyLink(routes.name(link), float(routes.links[link]), float(run.link_bytes[link]))
 
 
 def _work(

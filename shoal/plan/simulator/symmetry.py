@@ -136,7 +136,7 @@ class Symmetry:
     def __init__(self, routes: Routes, is_on: bool):
         self.routes = routes
         self.is_on = is_on
-        cluster = routes.topology.cluster
+        cluster = routes.cluster
         self.devices = cluster.devices
         self._in_node = cluster.node.devices
         self._in_rack = (cluster.nodes_per_rack or cluster.nodes) * self._in_node
@@ -252,7 +252,7 @@ class Symmetry:
         """Classes of which all pairs of rank and server in one node, rack, or two are alike."""
         if not self.is_on:
             return ranks, Classes.by(np.arange(servers.size))
-        device, links = np.arange(self.devices), self.routes.topology
+        device, links = np.arange(self.devices), self.routes
         held = _joined(
             ranks.of, np.bincount(servers, minlength=self.devices), device % self._in_node
         )

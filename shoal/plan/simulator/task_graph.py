@@ -203,7 +203,7 @@ class Collectives:
 
     def _tree_streams(self, ranks: Longs) -> tuple[Move, float]:
         """Both ways, and the alphas of each: of two at a port as many as on the longest way."""
-        spec = self.alike.routes.topology.cluster.node
+        spec = self.alike.routes.cluster.node
         nodes = by_node(ranks, spec.devices)
         nodes = ranks[:, None] if nodes is None else nodes
         count, inside = nodes.shape
