@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from benchmarks.segments import simulate_in_segments
 from shoal.cluster import Cluster
-from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import Routes
 from shoal.schedules.collectives import Collective, segments_for
 from shoal.schedules.collectives.catalog import build
@@ -33,7 +32,7 @@ class HostSchedule:
 
     def predicted_s(self, cluster: Cluster, num_bytes: int) -> float:
         """On one worker of each of the first hosts of a cluster, with contention, in segments."""
-        routes = Routes(ClusterTopology(cluster), [h * cluster.node.devices for h in self.order])
+        routes = Routes(cluster, [h * cluster.node.devices for h in self.order])
         segments = segments_for(int(self.collective.chunk_bytes(num_bytes)))
         return simulate_in_segments(self.collective, num_bytes, routes, segments)
 

@@ -42,7 +42,8 @@ class _Segments:
         self._table = table
         self._sizes = table.chunks * chunk
         self._segments = segments
-        self._network = MessageNetwork(routes, table.ranks)
+        self._routes = routes
+        self._network = MessageNetwork(routes.capacities)
         self._ranks = [_RankSteps([]) for _ in range(table.ranks)]
         self._numbers: list[dict[int, int]] = [{} for _ in range(table.ranks)]  # by round
         self._halves: dict[int, int] = {}  # ends that have issued a message
@@ -97,7 +98,7 @@ class _Segments:
     def _start(self, message: int, pair: tuple[int, int]) -> None:
         src, dst = (np.array([rank]) for rank in pair)
         size = self._sizes[message // self._segments]
-        self._network.start(src, dst, np.array([size]), np.array([message]))
+        self._network.start(self._routes.ways(src, dst), np.array([size]), np.array([message]))
 
     def _end(self, message: int) -> None:
         pair = self._pair(message)

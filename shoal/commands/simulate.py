@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shoal.cluster import Noise
+from shoal.cluster import Cluster, Noise
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import bold, shares_of_time, show
 from shoal.commands.subject import PredictedStepOptions, SubjectOptions
+from shoal.errors import BadInput
 from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.predict import Predictor
 from shoal.plan.simulator.step_tasks import Unevenness
@@ -29,7 +32,20 @@ def simulate(
     of_step: PredictedStepOptions,
     workers: options.Workers = 1,
     strategy: options.Strategy = None,
-    slow: options.Slow = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Slow workers down: 7:3x makes worker 7 three times slower, node:2:3x and "
+            "rack:3:2x all of a node or rack; repeatable."
+        ),
+    ] = None,
+    lost: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave a worker out: 12, or all of node:2 or rack:3, with what is left of their "
+            "replicas; the others do the whole batch. Repeatable."
+        ),
+    ] = None,
     noise_seed: Annotated[
         int | None,
         typer.Option(
@@ -55,24 +71,30 @@ def simulate(
     settings = of_step.on(asked.settings(subject.batch))
     hardware = asked.hardware(workers)
     workload = subject.workload
-    closed = Predictor(workload, hardware).predict(value, workers, settings)
     noise = Noise() if noise_seed is None else hardware.noise
-    uneven = Unevenness(noise, noise_seed or 0, read_slow(slow or (), workers))
-    found = simulate_strategy(workload, hardware, value, workers, settings, uneven, steps)
+    uneven = Unevenness(noise, noise_seed or 0, _slow(slow or (), hardware, workers))
+    missing = {one for text in lost or () for one in _workers_at(text, "--lost", hardware, workers)}
+    found = simulate_strategy(workload, hardware, value, workers, settings, uneven, steps, missing)
+    left = sum(found.run.like.values())
+    closed = Predictor(workload, hardware).predict(value, left, settings)
+    how = "at the most that links, servers and workers do" if found.run.is_bound else "simulated"
     heading = (
-        f"{workload.name} under {value} on {counted(workers, 'worker')} of {hardware.name}, batch "
-        f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
+        f"{workload.name} under {value} on {counted(left, 'worker')} of {hardware.name}, batch "
+        f"{subject.batch}: {show_seconds(found.step_s)} a step {how}, "
         f"{show_seconds(closed.step_s)} by the closed form"
     )
     document = {
         "strategy": str(value),
-        "workers": workers,
+        "workers": left,
         "step_s": found.step_s,
         "closed_form_s": closed.step_s,
         "steps": found.run.steps,
         "simulated_s": found.run.seconds,
         "left_out_microbatches": found.left_out,
         "rank_end_s": found.run.rank_end_s[-1],
+        "ranks": found.run.like,
+        "flows": found.run.flows,
+        "events": found.run.events,
         "busiest_link": found.busiest_link._asdict() if found.busiest_link else None,
     }
     show(document, [bold(heading), _busiest(found)], as_json, wraps=True)
@@ -84,13 +106,49 @@ def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None
     written = None if trace is None else write_chrome(spans, trace)
     if as_json:
         return
-    show(None, shares_of_time(dict(list(all_shares(spans).items())[:_MOST_SHOWN])), as_json)
+    shown = {rank: spans[rank] for rank in list(spans)[:_MOST_SHOWN]}
+    show(None, shares_of_time(all_shares(shown)), as_json)
+    like = found.run.like
     if len(spans) > _MOST_SHOWN:
         print(f"and {len(spans) - _MOST_SHOWN} more ranks")
+    if len(like) < sum(like.values()):
+        each = ", ".join(f"{rank} for {like[rank]}" for rank in shown)
+        print(
+            f"ranks that are alike are simulated once: {each}; "
+            f"{counted(found.run.flows, 'class', 'classes')} of messages"
+        )
     if found.left_out:
         print(f"{found.left_out} micro-batches of the steady state are added, not simulated")
     if written is not None:
         print(written)
+
+
+def _slow(texts: Sequence[str], cluster: Cluster, workers: int) -> dict[int, float]:
+    """By worker, times slower."""
+    found: dict[int, float] = {}
+    for text in texts:
+        where, _, factor = text.rpartition(":")
+        if where.startswith(("node:", "rack:")):
+            ranks = _workers_at(where, "--slow", cluster, workers)
+            [times] = read_slow([f"{ranks[0]}:{factor}"], workers).values()
+            found |= dict.fromkeys(ranks, times)
+    named = [text for text in texts if not text.startswith(("node:", "rack:"))]
+    return found | read_slow(named, workers)
+
+
+def _workers_at(text: str, option: str, cluster: Cluster, workers: int) -> range:
+    """A worker, or those of a node or rack."""
+    match = re.fullmatch(r"(?:(node|rack):)?([0-9]{1,9})", text)
+    if match is None:
+        raise BadInput(f"{option} takes a worker such as 12, node:2 or rack:3, not {text[:40]!r}")
+    devices = cluster.node.devices
+    in_rack = (cluster.nodes_per_rack or cluster.nodes) * devices
+    each = {None: 1, "node": devices, "rack": in_rack}[match[1]]
+    first = int(match[2]) * each
+    if first >= workers:
+        last = f"the last of {counted(workers, 'worker')} is in {match[1]} {(workers - 1) // each}"
+        raise BadInput(f"{option} {text}: {last}" if match[1] else f"{option}: no worker {text}")
+    return range(first, min(first + each, workers))
 
 
 def _busiest(found: SimulatedStep) -> str:

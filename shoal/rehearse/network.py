@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cluster import Cluster
-from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import MessageNetwork, Routes, message_table
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.schedules.collectives import Collective
@@ -31,9 +30,9 @@ class VirtualNetwork:
 
     def __init__(self, cluster: Cluster, time: VirtualTime):
         self.cluster = cluster
-        self.topology = ClusterTopology(cluster)
         self._time = time
-        self._messages = MessageNetwork(Routes(self.topology), cluster.devices)
+        self._routes = Routes(cluster)
+        self._messages = MessageNetwork(self._routes.capacities)
         self._arrived: dict[int, Callable[[], None]] = {}
         self._number = 0
         self._begun: list[tuple[int, VirtualMessage]] = []
@@ -42,9 +41,8 @@ class VirtualNetwork:
 
     @property
     def link_bytes(self) -> dict[str, float]:
-        carried = self._messages.carried_bytes.tolist()
-        named = zip(self.topology.links, carried, strict=True)
-        return {link.name: num_bytes for link, num_bytes in named if num_bytes}
+        carried = self._messages.carried_bytes[: self._routes.links.size]
+        return {self._routes.name(link): float(carried[link]) for link in np.flatnonzero(carried)}
 
     def send(self, messages: Phase, arrived: Callable[[], None]) -> None:
         """Messages that begin now; `arrived` is called when the last of them has come."""
@@ -89,9 +87,8 @@ class VirtualNetwork:
         src, dst, sizes, repeats = zip(*(message for _, message in begun), strict=True)
         tags = np.array([tag for tag, _ in begun])
         self._let_pass(self._time.now_s)
-        self._messages.start(
-            np.array(src), np.array(dst), np.array(sizes, np.float64), tags, np.array(repeats)
-        )
+        ways = self._routes.ways(np.array(src), np.array(dst))
+        self._messages.start(ways, np.array(sizes, np.float64), tags, np.array(repeats))
         self._next_s = None
 
     def _let_pass(self, to_s: float) -> None:

@@ -138,6 +138,34 @@ def mixing_for(graph: str, workers: int) -> Mixing:
     return mixing
 
 
+Edges = tuple[NDArray[np.int64], NDArray[np.int64]]  # who sends, and who hears
+
+
+@lru_cache(maxsize=16)
+def edges_for(graph: str, workers: int) -> tuple[Edges, ...]:
+    """Who sends to whom in each step of a period; for more workers than weights are found for."""
+    if workers <= MAX_WORKERS:
+        pairs = [np.nonzero(matrix) for matrix in mixing_for(graph, workers).matrices]
+        return tuple((src[src != dst], dst[src != dst]) for dst, src in pairs)
+    ranks = np.arange(workers)
+    hops = [1 << k for k in range((workers - 1).bit_length())]
+    if graph == "one-peer":
+        return tuple((ranks, (ranks + hop) % workers) for hop in hops)
+    is_cube = graph == "hypercube" and workers & (workers - 1) == 0
+    if graph == "exponential" or is_cube:
+        heard = [ranks ^ hop if is_cube else (ranks + hop) % workers for hop in hops]
+        return ((np.tile(ranks, len(hops)), np.concatenate(heard)),)
+    if (
+        graph == "complete"
+        or graph.startswith(INLINE)
+        or graph.endswith((".txt", ".csv", ".edges"))
+    ):
+        raise StrategyError(f"gossip over the graph {graph} takes at most {MAX_WORKERS} replicas")
+    pairs = np.array(_named(graph, workers)[1].edges, np.int64).T
+    order = np.argsort(np.append(*pairs), kind="stable")
+    return ((np.append(*pairs)[order], np.append(*pairs[::-1])[order]),)
+
+
 @lru_cache(maxsize=64)
 def _of_name(graph: str, workers: int) -> Mixing:
     """Remembered: a planner asks for the same graph again and again."""

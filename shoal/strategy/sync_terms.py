@@ -245,9 +245,9 @@ class Gossip(ElasticOption):
         return self if self.mode == "async" else super().as_elastic()
 
     def check(self, replicas: int) -> None:
-        from shoal.schedules.mixing import mixing_for  # networkx: only where it is needed
+        from shoal.schedules.mixing import edges_for  # networkx: only where it is needed
 
-        mixing_for(self.graph, replicas)
+        edges_for(self.graph, replicas)
 
     def check_split(self, split: Term) -> None:
         if self.mode == "async":

@@ -7,17 +7,18 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.presets import load_cluster
-from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor, price_of
 from shoal.plan.prediction import Part
-from shoal.plan.simulator.messages import Routes
-from shoal.plan.simulator.task_graph import TaskGraph, in_rounds
+from shoal.plan.simulator.messages import MessageNetwork, Routes
+from shoal.plan.simulator.symmetry import Symmetry
+from shoal.plan.simulator.task_graph import Collectives, TaskGraph
 from shoal.plan.step.collective_time import Network, RankGroup, collective_time, group_places, hops
 from shoal.plan.sync_price import SyncPrice, SyncQuestion
 from shoal.plan.sync_price.flat_sizes import TensorSizes
@@ -49,14 +50,15 @@ DEVICE = Device("device", 1e9, 1e9, {"fp32": 1e9})
 def ports(ranks: int, bytes_per_s: float, alpha_s: float = 0.0) -> Routes:
     """Each rank is a node with one port."""
     node = Node(1, nic=LinkSpec("port", bytes_per_s, alpha_s))
-    return Routes(ClusterTopology(Cluster("ports", DEVICE, node, ranks)))
+    return Routes(Cluster("ports", DEVICE, node, ranks))
 
 
 def by_rank(collective: Collective, num_bytes: float, routes: Routes) -> float:
     """Seconds where a rank begins its next round as soon as it is through with this one."""
-    graph = TaskGraph()
-    end = in_rounds(graph, collective, range(collective.ranks), num_bytes, graph.join(()))
-    return graph.run(routes, collective.ranks).end_s[end]
+    graph, alike = TaskGraph(), Symmetry(routes, is_on=False)
+    ranks = np.arange(collective.ranks)
+    end = Collectives(graph, alike, 1, is_alone=False).in_rounds(collective, ranks, num_bytes, ())
+    return graph.run(MessageNetwork(alike.capacities()), alike.ways()).end_s[end]
 
 
 ONE_EACH = Cluster("one device a node", GPU, Node(1, fabric=NVLINK, nic=NIC), 64)

@@ -73,7 +73,7 @@ def test_an_all_reduce_in_a_node_takes_as_long_as_its_ring_simulated(size: int) 
     numel = 1 << 20
     cluster = load_cluster(CLUSTER).of_size(size)
     ring = build("all_reduce", "ring", size)
-    routes = Routes(ClusterTopology(cluster))
+    routes = Routes(cluster)
     simulated_s = simulate_collective(ring, 4 * numel, routes)
     found = run_virtual(size, lambda group: time_of(group, numel))
     assert found == [pytest.approx(simulated_s, rel=0.02)] * size
@@ -82,7 +82,7 @@ def test_an_all_reduce_in_a_node_takes_as_long_as_its_ring_simulated(size: int) 
 def test_an_all_reduce_of_nodes_takes_as_long_as_the_hierarchical_one_simulated() -> None:
     numel = 1 << 22
     cluster = load_cluster(CLUSTER).of_size(32)
-    routes = Routes(ClusterTopology(cluster))
+    routes = Routes(cluster)
     simulated_s = simulate_collective(hierarchical(cluster, 32), 4 * numel, routes)
     found = run_virtual(32, lambda group: time_of(group, numel))
     assert found == [pytest.approx(simulated_s, rel=0.05)] * 32

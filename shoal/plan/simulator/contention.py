@@ -66,8 +66,8 @@ class ClusterNetwork:
         self.shuffled = list(range(ranks))
         random.Random(seed).shuffle(self.shuffled)
         self._routes = {
-            IN_ORDER: Routes(self.topology),
-            AT_RANDOM: Routes(self.topology, self.shuffled),
+            IN_ORDER: Routes(self.cluster),
+            AT_RANDOM: Routes(self.cluster, self.shuffled),
         }
 
     @property
@@ -93,9 +93,9 @@ class ClusterNetwork:
         alpha_s, rate = self.slowest_pair
         bound: tuple[str, float, float] = ("", 0.0, 0.0)
         if carried.any():
-            busiest = int(np.argmax(carried / routes.capacities))
-            rates = (float(routes.capacities[busiest]), float(carried[busiest]))
-            bound = (routes.names[busiest], *rates)
+            busiest = int(np.argmax(carried / routes.links))
+            rates = (float(routes.links[busiest]), float(carried[busiest]))
+            bound = (routes.name(busiest), *rates)
         can_be = _can_be_simulated(table)
         simulated_s = simulate_collective(collective, num_bytes, routes) if can_be else None
         return ContendedPrice(
@@ -153,19 +153,19 @@ def closed_form(table: MessageTable, chunk: float, routes: Routes) -> RoundTime:
     """Seconds of all rounds, and the bytes that each link carries."""
 
     def timed(src: Longs, dst: Longs, sizes: Floats) -> RoundTime:
-        way = routes.rows(src, dst)
-        alphas_s = routes.alphas_s[way]
+        ways = routes.ways(src, dst)
+        alphas_s = ways.alphas_s
         at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
-        moved = _carried(routes.paths[way], sizes, routes)
-        return float(at_ports + (moved / routes.capacities).max()), moved
+        moved = _carried(ways.paths, sizes, routes)
+        return float(at_ports + (moved / routes.links).max()), moved
 
     messages = np.bincount(table.round, minlength=table.num_rounds)
     # the rounds of one message, of which `naive` has a million over 1,024 ranks, together
     single = messages[table.round] == 1
-    way = routes.rows(table.src[single], table.dst[single])
-    paths, sizes = routes.paths[way], table.chunks[single] * chunk
-    slowest = np.append(1 / routes.capacities, 0.0)[paths].max(axis=1, initial=0.0)
-    seconds = float(routes.alphas_s[way].sum() + (sizes * slowest).sum())
+    ways = routes.ways(table.src[single], table.dst[single])
+    paths, sizes = ways.paths, table.chunks[single] * chunk
+    slowest = np.append(1 / routes.links, 0.0)[paths].max(axis=1, initial=0.0)
+    seconds = float(ways.alphas_s.sum() + (sizes * slowest).sum())
     alone = (seconds, _carried(paths, sizes, routes))
     return table.sum_rounds(np.flatnonzero(messages > 1).tolist(), chunk, timed, alone)
 
@@ -173,7 +173,7 @@ def closed_form(table: MessageTable, chunk: float, routes: Routes) -> RoundTime:
 def _carried(paths: Longs, sizes: Floats, routes: Routes) -> Floats:
     """Bytes on each link; -1 fills up short paths."""
     on_path = np.repeat(sizes, paths.shape[1])
-    counted = np.bincount(paths.ravel() + 1, on_path, minlength=routes.capacities.size + 1)
+    counted = np.bincount(paths.ravel() + 1, on_path, minlength=routes.links.size + 1)
     return counted[1:].astype(np.float64)
 
 

@@ -8,13 +8,16 @@ one port begin to flow after k alphas. Bytes share every link of their way fairl
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.schedules.collectives import Collective
 
@@ -24,18 +27,20 @@ Flags = NDArray[np.bool_]
 _SAME = 1e-9  # shares and moments that differ by this much, relatively, are the same
 
 
-def max_min_rates(paths: Longs, capacities: Floats) -> Floats:
+def max_min_rates(paths: Longs, capacities: Floats, loads: Floats | None = None) -> Floats:
     """The rate of each flow; a row of `paths` has the links of a flow, padded with -1.
 
-    A flow without links is not limited: its rate is infinite.
+    A flow without links is not limited: its rate is infinite. One that stands for many flows has
+    as many on a link as `loads` says.
     """
+    loads = np.ones(paths.shape) if loads is None else loads
     rates = np.full(len(paths), math.inf)
     limits = np.append(capacities, math.inf)  # the link of index -1
     left = limits.copy()
     waiting = np.arange(len(paths))
     while waiting.size:
         rows = paths[waiting]
-        counts = np.bincount(rows.ravel() + 1, minlength=limits.size).astype(np.float64)
+        counts = np.bincount(rows.ravel() + 1, loads[waiting].ravel(), minlength=limits.size)
         counts = np.roll(counts, -1)  # index -1 last, as in `limits`
         shares = np.full(limits.size, math.inf)
         np.divide(left, counts, out=shares, where=counts > 0)
@@ -45,8 +50,8 @@ def max_min_rates(paths: Longs, capacities: Floats) -> Floats:
         rates[waiting[settled]] = lowest[settled]
         done = rows[settled]
         if done.shape[1] and np.isfinite(lowest[settled]).all():
-            taken = np.repeat(lowest[settled], done.shape[1])
-            left[:-1] -= np.bincount(done.ravel() + 1, taken, minlength=limits.size)[1:]
+            taken = lowest[settled][:, None] * loads[waiting[settled]]
+            left[:-1] -= np.bincount(done.ravel() + 1, taken.ravel(), minlength=limits.size)[1:]
             np.maximum(left, 0.0, out=left)
         waiting = waiting[~settled]
     return rates
@@ -65,13 +70,14 @@ def _settled(rows: Longs, shares: Floats, lowest: Floats) -> Flags:
 
 
 class FlowNetwork:
-    """Flows in progress. Tags are the caller's numbers for them."""
+    """Flows in progress, each with its links and loads. Tags are the caller's numbers for them."""
 
     def __init__(self, capacities: Floats):
         self.capacities = np.asarray(capacities, np.float64)
         self.carried_bytes = np.zeros(self.capacities.size)  # by link
         self.now_s = 0.0
         self._paths: Longs = np.empty((0, 1), np.int64)
+        self._loads: Floats = np.empty((0, 1))
         self._sizes: Floats = np.empty(0)
         self._left: Floats = np.empty(0)
         self._rates: Floats = np.empty(0)
@@ -81,16 +87,17 @@ class FlowNetwork:
     def __len__(self) -> int:
         return int(self._tags.size)
 
-    def start(self, paths: Longs, sizes: Floats, tags: Longs) -> None:
+    def start(self, paths: Longs, sizes: Floats, tags: Longs, loads: Floats | None = None) -> None:
         """Flows that begin now."""
-        width = max(self._paths.shape[1], paths.shape[1])
-        self._paths = np.concatenate([_padded(self._paths, width), _padded(paths, width)])
+        loads = np.ones(paths.shape) if loads is None else loads
+        self._paths = stacked([self._paths, paths], -1)
+        self._loads = stacked([self._loads, loads], 0.0)
         self._sizes = np.concatenate([self._sizes, sizes])
         self._left = np.concatenate([self._left, sizes])
         self._rates = np.concatenate([self._rates, np.zeros(len(sizes))])
         self._tags = np.concatenate([self._tags, tags])
         self._changed[paths.ravel()] = True
-        on_links = np.repeat(sizes, paths.shape[1])
+        on_links = (sizes[:, None] * loads).ravel()
         links = self.capacities.size
         self.carried_bytes += np.bincount(paths.ravel() + 1, on_links, minlength=links + 1)[1:]
 
@@ -118,7 +125,7 @@ class FlowNetwork:
     def _remove(self, ended: Flags) -> Longs:
         tags = self._tags[ended]
         self._changed[self._paths[ended].ravel()] = True
-        for name in ("_paths", "_sizes", "_left", "_rates", "_tags"):
+        for name in ("_paths", "_loads", "_sizes", "_left", "_rates", "_tags"):
             setattr(self, name, getattr(self, name)[~ended])
         return tags
 
@@ -139,87 +146,141 @@ class FlowNetwork:
             self._changed[self._paths[reached].ravel()] = True
             self._changed[-1] = False
             reached |= self._changed[self._paths].any(axis=1)
-        self._rates[reached] = max_min_rates(self._paths[reached], self.capacities)
+        self._rates[reached] = max_min_rates(
+            self._paths[reached], self.capacities, self._loads[reached]
+        )
         self._changed[:] = False
 
 
-def _padded(paths: Longs, width: int) -> Longs:
-    missing = width - paths.shape[1]
-    return np.pad(paths, ((0, 0), (0, missing)), constant_values=-1) if missing else paths
+def stacked(parts: Sequence[NDArray[Any]], fill: float) -> NDArray[Any]:
+    """Rows below each other, filled up to the longest."""
+    width = max(part.shape[1] for part in parts)
+    missing = [((0, 0), (0, width - part.shape[1])) for part in parts]
+    return np.concatenate(
+        [
+            np.pad(part, more, constant_values=fill) if more[1][1] else part
+            for part, more in zip(parts, missing, strict=True)
+        ]
+    )
+
+
+class Ways(NamedTuple):
+    """The links and ports that each of some messages takes.
+
+    A message that stands for many is one on each of its links and ports, or as many as are there.
+    """
+
+    paths: Longs  # padded with -1
+    loads: Floats
+    ports: Longs  # out and in; numbered behind the links
+    port_loads: Floats
+    alphas_s: Floats
+
+    def only(self, which: Any) -> Ways:
+        return Ways(*(column[which] for column in self))
 
 
 class Routes:
-    """Paths and alphas of a topology as arrays, found once for each pair of ranks.
+    """Paths and alphas of a cluster as arrays.
 
+    Pairs of ranks that lie alike have like paths, which are looked for once in a few nodes: on the
+    same devices of their nodes, and in the same node, in the same rack, or in two. Links are those
+    of racks, two each, and then those of nodes, as in `ClusterTopology`.
     `order[r]` is the device of the cluster that rank r of a group runs on.
     """
 
-    def __init__(self, topology: ClusterTopology, order: Sequence[int] | None = None):
-        links = topology.links
-        self.names = [link.name for link in links]
-        self.capacities = np.array([link.bytes_per_s for link in links], np.float64)
-        self._alphas = np.array([link.alpha_s for link in links], np.float64)
-        self._topology = topology
-        self._order = order
-        self._rows: dict[tuple[int, int], int] = {}
-        self._found: list[Sequence[int]] = []
-        self.paths: Longs = np.empty((0, 1), np.int64)  # padded with -1
-        self.alphas_s: Floats = np.empty(0)
+    def __init__(self, cluster: Cluster, order: Sequence[int] | None = None):
+        self.cluster = cluster
+        racks = cluster.racks if cluster.racks > 1 and cluster.node.nic is not None else 0
+        nodes = 3 if cluster.racks > 1 else min(2, cluster.nodes)
+        few = replace(cluster, nodes=nodes, nodes_per_rack=2 if cluster.racks > 1 else None)
+        self._few = ClusterTopology(few)
+        self._spine = 4 if racks else 0  # links of two racks
+        self.first = 2 * racks
+        self.each = (len(self._few.links) - self._spine) // nodes
+        node = [link.bytes_per_s for link in self._few.links[self._spine :][: self.each]]
+        uplinks = [cluster.uplink_bytes_per_s] * self.first
+        self.links = np.array(uplinks + node * cluster.nodes, np.float64)
+        self.capacities = np.append(self.links, np.ones(2 * cluster.devices))  # and ports
+        self._order = None if order is None else np.asarray(order, np.int64)
+        self._known: dict[int, int] = {}
+        self._ends: Longs = np.empty((0, 1), np.int64)  # by kind of pair: whose link; -1 pads
+        self._numbers: Longs = np.empty((0, 1), np.int64)  # among those of its node or rack
+        self._alphas_s: list[float] = []
 
-    def rows(self, src: Longs, dst: Longs) -> Longs:
-        """The row in `paths` and `alphas_s` of each pair."""
-        rows = [self._row(pair) for pair in zip(src.tolist(), dst.tolist(), strict=True)]
-        if len(self.paths) < len(self._found):
-            width = max(1, *(len(path) for path in self._found))
-            self.paths = np.full((len(self._found), width), -1, np.int64)
-            for row, path in enumerate(self._found):
-                self.paths[row, : len(path)] = path
-            self.alphas_s = np.append(self._alphas, 0.0)[self.paths].sum(axis=1)
-        return np.array(rows, np.int64)
+    def name(self, link: int) -> str:
+        if link < self.first:
+            return f"uplink of rack {link // 2}"
+        node, number = divmod(link - self.first, self.each)
+        name = self._few.links[self._spine + number].name.replace("node 0", f"node {node}")
+        first = node * self.cluster.node.devices
+        return re.sub(r"(?<=gpu )\d+", lambda gpu: str(first + int(gpu[0])), name)
 
-    def _row(self, pair: tuple[int, int]) -> int:
-        row = self._rows.get(pair)
-        if row is None:
-            src, dst = pair if self._order is None else (self._order[r] for r in pair)
-            row = self._rows[pair] = len(self._found)
-            self._found.append(self._topology.path(src, dst) if src != dst else ())
-        return row
+    def ways(self, src: Longs, dst: Longs) -> Ways:
+        """Of a message between each pair."""
+        cluster, devices = self.cluster, self.cluster.node.devices
+        nodes = cluster.nodes_per_rack or cluster.nodes
+        ports = np.stack([src, cluster.devices + dst], axis=1) + self.links.size
+        if self._order is not None:
+            src, dst = self._order[src], self._order[dst]
+        (node, place), (other_node, other) = divmod(src, devices), divmod(dst, devices)
+        rack, other_rack = node // nodes, other_node // nodes
+        apart = (node != other_node).astype(np.int64) + (rack != other_rack)
+        pairs, kind = np.unique((apart * devices + other) * devices + place, return_inverse=True)
+        rows = np.array([self._row(pair) for pair in pairs.tolist()], np.int64)[kind]
+        starts = [node, other_node]
+        bases = [self.first + self.each * one for one in starts] + [2 * rack, 2 * other_rack]
+        ends = self._ends[rows]
+        paths = np.take_along_axis(np.stack(bases, axis=1), np.maximum(ends, 0), axis=1)
+        paths = np.where(ends < 0, -1, paths + self._numbers[rows])
+        one, of_port = np.broadcast_to(1.0, paths.shape), np.broadcast_to(1.0, ports.shape)
+        return Ways(paths, one, ports, of_port, np.array(self._alphas_s)[rows])
+
+    def _row(self, pair: int) -> int:
+        """Of a path from a device of node 0 to one of node 0, 1 (its rack) or 2 (another)."""
+        if pair not in self._known:
+            dst, src = divmod(pair, self.cluster.node.devices)
+            path = self._few.path(src, dst)
+            found = []  # whose link, and its number there: sender, receiver, rack up, rack down
+            for link in path:
+                node, number = divmod(link - self._spine, max(1, self.each))
+                is_up = link < self._spine
+                found.append((2 + link % 2, link % 2) if is_up else (min(node, 1), number))
+            ends, numbers = np.array(found or [(-1, 0)], np.int64).T
+            self._known[pair] = len(self._alphas_s)
+            self._ends = stacked([self._ends, ends[None]], -1)
+            self._numbers = stacked([self._numbers, numbers[None]], 0)
+            self._alphas_s.append(sum(self._few.links[link].alpha_s for link in path))
+        return self._known[pair]
 
 
 class MessageNetwork:
     """Messages in progress: first alphas at ports, then bytes on links."""
 
-    def __init__(self, routes: Routes, ranks: int):
-        self._routes = routes
-        self._links = routes.capacities.size
-        self._ranks = ranks
-        self._flows = FlowNetwork(np.concatenate([routes.capacities, np.ones(2 * ranks)]))
-        self._waiting: dict[int, tuple[int, float]] = {}  # by tag: the row of its path, its bytes
-        self._tag = 0
+    def __init__(self, capacities: Floats):
+        self._flows = FlowNetwork(capacities)
+        self._waiting: dict[int, tuple[Longs, Floats, float]] = {}  # by number: way, loads, bytes
+        self._number = 0
         self._owner: dict[int, int] = {}  # the caller's tag of a flow of bytes or alphas
 
     @property
     def carried_bytes(self) -> Floats:
         """Bytes that each link has carried, or began to."""
-        return self._flows.carried_bytes[: self._links]
+        return self._flows.carried_bytes
 
-    def start(
-        self, src: Longs, dst: Longs, sizes: Floats, tags: Longs, repeats: Longs | None = None
-    ) -> None:
-        """Messages that begin now; one that stands for many takes `repeats` alphas."""
-        rows = self._routes.rows(src, dst)
-        alphas_s = self._routes.alphas_s[rows] * (1 if repeats is None else repeats)
-        numbers = np.arange(self._tag, self._tag + len(tags))
-        self._tag += len(tags)
+    def start(self, ways: Ways, sizes: Floats, tags: Longs, repeats: Longs | None = None) -> None:
+        """Messages that begin now; one that stands for many rounds takes `repeats` alphas."""
+        alphas_s = ways.alphas_s * (1 if repeats is None else repeats)
+        numbers = np.arange(self._number, self._number + len(tags))
+        self._number += len(tags)
         self._owner.update(zip(numbers.tolist(), tags.tolist(), strict=True))
         late = (alphas_s > 0) | (sizes <= 0)
-        waiting = zip(rows[late].tolist(), sizes[late].tolist(), strict=True)
+        waiting = zip(ways.paths[late], ways.loads[late], sizes[late].tolist(), strict=True)
         self._waiting.update(zip(numbers[late].tolist(), waiting, strict=True))
-        ports = np.stack([src, self._ranks + dst], axis=1) + self._links
-        self._flows.start(ports[late], alphas_s[late], numbers[late])
+        self._flows.start(ways.ports[late], alphas_s[late], numbers[late], ways.port_loads[late])
         if not late.all():
-            paths = self._routes.paths[rows[~late]]
-            self._flows.start(paths, sizes[~late], numbers[~late])
+            now = ways.only(~late)
+            self._flows.start(now.paths, sizes[~late], numbers[~late], now.loads)
 
     def next_end_s(self) -> float:
         return self._flows.next_end_s()
@@ -227,11 +288,15 @@ class MessageNetwork:
     def advance(self, to_s: float) -> list[int]:
         """Let time pass up to the next end at most; the tags of messages that have arrived."""
         ended = self._flows.advance(to_s).tolist()
-        begun = [n for n in ended if n in self._waiting and self._waiting[n][1] > 0]
+        begun = [n for n in ended if n in self._waiting and self._waiting[n][2] > 0]
         if begun:
-            rows, sizes = zip(*(self._waiting[n] for n in begun), strict=True)
-            paths = self._routes.paths[np.array(rows)]
-            self._flows.start(paths, np.array(sizes, np.float64), np.array(begun))
+            paths, loads, sizes = zip(*(self._waiting[n] for n in begun), strict=True)
+            self._flows.start(
+                stacked([path[None] for path in paths], -1),
+                np.array(sizes, np.float64),
+                np.array(begun),
+                stacked([load[None] for load in loads], 0.0),
+            )
         going_on = set(begun)
         for number in ended:
             self._waiting.pop(number, None)
@@ -299,27 +364,14 @@ def simulate_collective(collective: Collective, num_bytes: float, routes: Routes
     table = message_table(collective)
 
     def timed(src: Longs, dst: Longs, sizes: Floats) -> RoundTime:
-        if len(src) == 1:
-            return _one_message(src, dst, float(sizes[0]), routes)
-        network = MessageNetwork(routes, table.ranks)
-        network.start(src, dst, sizes, np.arange(len(src)))
+        network = MessageNetwork(routes.capacities)
+        network.start(routes.ways(src, dst), sizes, np.arange(len(src)))
         end_s = 0.0
         while (at_s := network.next_end_s()) < math.inf:
             network.advance(at_s)
             end_s = at_s
-        return end_s, network.carried_bytes
+        return end_s, network.carried_bytes[: routes.links.size]
 
-    nothing = (0.0, np.zeros(routes.capacities.size))
+    nothing = (0.0, np.zeros(routes.links.size))
     chunk = collective.chunk_bytes(num_bytes)
     return table.sum_rounds(range(table.num_rounds), chunk, timed, nothing)[0]
-
-
-def _one_message(src: Longs, dst: Longs, num_bytes: float, routes: Routes) -> RoundTime:
-    """A message that has its path for itself."""
-    row = routes.rows(src, dst)
-    path = routes.paths[row][0]
-    path = path[path >= 0]
-    rate = float(routes.capacities[path].min(initial=math.inf))
-    carried = np.zeros(routes.capacities.size)
-    carried[path] = num_bytes
-    return float(routes.alphas_s[row][0]) + num_bytes / rate, carried

@@ -5,19 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from shoal.cluster import Noise
+from shoal.errors import BadInput
 from shoal.plan.simulator.messages import Longs
-from shoal.plan.simulator.task_graph import Servers, Task, TaskGraph, by_levels, gossip, in_rounds
+from shoal.plan.simulator.symmetry import Classes, Symmetry
+from shoal.plan.simulator.task_graph import Collectives, Servers, Task, TaskGraph
 from shoal.plan.step.collective_time import SHOAL_ORDER, axis_sizes
 from shoal.plan.sync_price import Agreeing
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.catalog import build as build_collective
-from shoal.schedules.pipelines import Action, ActionKind, Pipeline
+from shoal.schedules.mixing import edges_for
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Layout
 
+MOST_RANKS = 4096  # of most schedules; they have a chunk for each rank
 MOST_BUCKETS = 16  # of gradients in a simulated step; smaller ones are sent together
 
 
@@ -85,57 +91,101 @@ class _Group:
     """The ranks that hold the same part of the model, one of each replica, in one step."""
 
     step: int
-    ranks: list[int]
+    ranks: Longs
+    classes: list[int]  # of these ranks
     gradient_bytes: float
     parameter_bytes: float
 
 
-class StepTasks:
-    """Adds the tasks of one step after the other to a graph."""
+class LaidOut(NamedTuple):
+    """A step: classes of ranks, their computations, and the last task of each class behind it."""
 
-    def __init__(self, work: StepWork, agreeing: Agreeing, ranks: Longs, uneven: Unevenness):
+    ranks: Classes
+    mains: list[list[int]]
+    ranks_then: Classes
+    ends: list[int]
+
+    def mains_of(self, rank: int) -> list[int]:
+        return self.mains[self.ranks.of[rank]]
+
+    def end_of(self, rank: int) -> int:
+        return self.ends[self.ranks_then.of[rank]]
+
+
+class StepTasks:
+    """Adds the tasks of one step after the other to a graph; one for each class of ranks."""
+
+    def __init__(
+        self,
+        work: StepWork,
+        agreeing: Agreeing,
+        ranks: Longs,
+        uneven: Unevenness,
+        alike: Symmetry,
+    ):
         self.graph = TaskGraph()
-        self.ends: list[dict[int, int]] = []  # by step: the last task of each rank
-        self.mains: list[dict[int, list[int]]] = []  # by step: computations of each rank
+        self.steps: list[LaidOut] = []
         self._work = work
         self._how = agreeing
-        self._ranks = ranks
+        self._grid = ranks
         self._uneven = uneven
+        self._alike = alike
         self._pipeline = work.pipeline
         self._buckets = max(1, min(agreeing.buckets, MOST_BUCKETS))
-        self._servers = Servers(self.graph, agreeing, int(ranks.max()) + 1)
-        self._ready: dict[int, list[int]] = {int(rank): [] for rank in ranks.ravel()}
-        self._firsts: dict[int, list[tuple[Action, int, int]]] = {}  # first and last task
+        groups = ranks.reshape(len(ranks), -1)
+        group, factor = np.full(alike.devices, -1), np.ones(alike.devices)
+        group[groups] = np.arange(groups.shape[1])
+        for rank, times in uneven.slow.items():
+            factor[rank] = times
+        self._stage_of = group * work.stages // groups.shape[1]
+        self.ranks = alike.ranks(np.sort(ranks.ravel()), group, factor)
+        if agreeing.way == "servers":
+            self._servers = Servers(self.graph, agreeing, alike, self.ranks)
+            self.ranks = self._servers.ranks
+        is_alone = groups.shape[1] == 1
+        self._collectives = Collectives(self.graph, alike, agreeing.node_devices, is_alone)
+        self._ready: list[list[int]] = [[] for _ in range(len(self.ranks))]
 
     def add_step(self, step: int) -> None:
-        self.mains.append({rank: [] for rank in self._ready})
-        waits = self._servers.before(step)
-        for replica in self._ranks:
-            for column in replica.T.tolist():
-                for stage, rank in enumerate(column):
-                    self._add_actions(rank, stage, step, [*self._ready[rank], *waits])
-                self._add_sends(column)
+        ranks = self.ranks
+        self._mains: list[list[int]] = [[] for _ in self._ready]
+        # of each class of ranks, the first and the last task of each action
+        self._acts: list[dict[Action, tuple[int, int]]] = [{} for _ in self._ready]
+        waits = self._servers.before(step) if self._how.way == "servers" else []
+        for number, rank in enumerate(ranks.firsts.tolist()):
+            self._add_actions(number, rank, step, [*self._ready[number], *waits])
+        self._add_sends()
         none = (0.0,) * self._work.stages
         gradients = self._work.gradient_bytes or none
         parameters = self._work.parameter_bytes or none
         groups = [
-            _Group(step, members, gradients[stage], parameters[stage])
+            _Group(
+                step,
+                members,
+                np.unique(ranks.of[members]).tolist(),
+                gradients[stage],
+                parameters[stage],
+            )
             for stage in range(self._work.stages)
-            for members in self._ranks[:, stage, :].T.tolist()
+            for members in self._grid[:, stage, :].T
         ]
         if self._how.way == "zero" and self._how.stage == 3:
             for group in groups:
                 self._gather_weights(group)
         for group in groups:
             self._agree(group)
-        self.ends.append({rank: tasks[0] for rank, tasks in self._ready.items()})
+        if self._how.way == "gossip":
+            for group in groups:
+                self._gossip(group)
+        ends = [tasks[0] for tasks in self._ready]
+        self.steps.append(LaidOut(ranks, self._mains, self.ranks, ends))
 
-    def _add_actions(self, rank: int, stage: int, step: int, before: Sequence[int]) -> None:
+    def _add_actions(self, number: int, rank: int, step: int, before: Sequence[int]) -> None:
         factor = self._uneven.factor(rank, step)
+        stage = int(self._stage_of[rank])
         actions = self._pipeline.actions[stage]
         ends = (ActionKind.BACKWARD, ActionKind.WEIGHT)
         last = next(action for action in reversed(actions) if action.kind in ends)
-        self._firsts[rank] = []
         for action in actions:
             parts = self._buckets if action == last and self._how.is_overlapped else 1
             seconds = self._seconds(stage, action) * factor / parts
@@ -144,8 +194,8 @@ class StepTasks:
             first = len(self.graph.tasks)
             for _ in range(parts):
                 before = [self.graph.add(task, before)]
-                self.mains[-1][rank] += before
-            self._firsts[rank].append((action, first, before[0]))
+                self._mains[number] += before
+            self._acts[number][action] = (first, before[0])
 
     def _seconds(self, stage: int, action: Action) -> float:
         work = self._work
@@ -158,38 +208,44 @@ class StepTasks:
         }[action.kind]
         return seconds / self._pipeline.chunks
 
-    def _add_sends(self, column: Sequence[int]) -> None:
+    def _add_sends(self) -> None:
         """What a stage gets from another one; a stage sends when its action has ended."""
-        made = {
-            (stage, action.chunk, action.kind is ActionKind.FORWARD, action.microbatch): last
-            for stage, rank in enumerate(column)
-            for action, _, last in self._firsts[rank]
-            if action.kind is not ActionKind.WEIGHT
-        }
-        for stage, rank in enumerate(column):
-            for action, first, _ in self._firsts[rank]:
+        if self._work.stages == 1:
+            return
+        for stage, actions in enumerate(self._pipeline.actions):
+            for action in actions:
                 producer = self._pipeline.producer(stage, action)
-                if producer is None:
-                    continue
-                is_forward = action.kind is ActionKind.FORWARD
-                source = made[(*producer, is_forward, action.microbatch)]
-                src, size = column[producer.stage], self._work.boundary_bytes
-                sent = Task(src, "send", "comm", str(action), src=src, dst=rank, num_bytes=size)
-                self.graph.link(self.graph.add(sent, [source]), first)
+                if producer is not None:
+                    self._send(producer, stage, action)
+
+    def _send(self, producer: VirtualStage, stage: int, action: Action) -> None:
+        src, dst = (self._grid[:, one, :].ravel() for one in (producer.stage, stage))
+        pair = ("sends", producer.stage, stage)
+        messages = self._collectives.messages(pair, (src, dst, np.ones(src.size)))
+        found = self._alike.once(
+            (pair, len(self.steps)), lambda: self._alike.round(0, messages, self.ranks, "pair")
+        )
+        sent = Task(0, "send", "comm", str(action), num_bytes=self._work.boundary_bytes)
+        made = action._replace(chunk=producer.chunk)
+        for flow in found.flows:
+            sender, receiver = flow.waits
+            message = sent._replace(rank=flow.src, way=flow.way)
+            source = self.graph.add(message, [self._acts[sender][made][1]])
+            self.graph.link(source, self._acts[receiver][action][0])
 
     def _gather_weights(self, group: _Group) -> None:
         """zero(3): weights are gathered for every forward and backward, one of them ahead."""
         uses = [
-            [one for one in self._firsts[rank] if one[0].kind is not ActionKind.WEIGHT]
-            for rank in group.ranks
+            [ends for act, ends in self._acts[one].items() if act.kind is not ActionKind.WEIGHT]
+            for one in group.classes
         ]
-        done = [task for rank in group.ranks for task in self._ready[rank]]
+        done = [task for one in group.classes for task in self._ready[one]]
         for number, now in enumerate(zip(*uses, strict=True)):
             after = list(done)
             if number >= 2:
-                after += [one[number - 2][2] for one in uses]
+                after += [ends[number - 2][1] for ends in uses]
             done = [self._sum(group, group.parameter_bytes, after, trips=1)]
-            for _, first, _ in now:
+            for first, _ in now:
                 self.graph.link(done[0], first)
 
     def _agree(self, group: _Group) -> None:
@@ -199,58 +255,92 @@ class StepTasks:
         elif way in ("all_reduce", "zero") and len(group.ranks) > 1:
             self._reduce(group)
         else:
-            for rank in group.ranks:
-                self._ready[rank] = [self._update(rank, group.step, ())]
-            after = [self._ready[rank][0] for rank in group.ranks]
-            size = group.parameter_bytes
-            if way == "gossip" and len(group.ranks) > 1:
-                mixed = gossip(self.graph, group.ranks, size, after, self._how.graph, group.step)
-                if not self._how.is_async:
-                    self._ready |= {rank: [n] for rank, n in zip(group.ranks, mixed, strict=True)}
-            elif way == "average" and (group.step + 1) % self._how.every == 0:
-                done = self._sum(group, size, after)  # local SGD: of the weights
-                self._ready |= {rank: [done] for rank in group.ranks}
+            for one in group.classes:
+                self._ready[one] = [self._update(one, group.step, ())]
+            if way == "average" and (group.step + 1) % self._how.every == 0:
+                after = [self._ready[one][0] for one in group.classes]
+                done = self._sum(group, group.parameter_bytes, after)  # local SGD: of the weights
+                for one in group.classes:
+                    self._ready[one] = [done]
 
-    def _gradients(self, rank: int) -> list[int]:
+    def _gossip(self, group: _Group) -> None:
+        """Weights go to the neighbors in a graph; each rank waits for those it hears."""
+        ranks, alike = group.ranks, self._alike
+        if len(ranks) == 1:
+            return
+        steps = alike.always(self._how.graph, lambda: edges_for(self._how.graph, len(ranks)))
+        turn = group.step % len(steps)
+        src, dst = (ranks[end] for end in steps[turn])
+        messages = self._collectives.messages(
+            ("gossip", int(ranks[0]), turn), (src, dst, np.ones(src.size))
+        )
+        mixed = alike.round(0, messages, self.ranks, "sender")
+        sent = Task(0, "send", "comm", num_bytes=group.parameter_bytes)
+        tasks = [
+            self.graph.add(sent._replace(rank=flow.src, way=flow.way), self._ready[flow.waits[0]])
+            for flow in mixed.flows
+        ]
+        if self._how.is_async:
+            return
+        self._ready = [
+            [self.graph.join([*self._ready[before], *(tasks[flow] for flow in flows)])]
+            for before, flows in mixed.parts
+        ]
+        self.ranks = mixed.classes
+
+    def _gradients(self, number: int) -> list[int]:
         """The tasks after which each bucket can be sent."""
-        tasks = self.mains[-1][rank]
+        tasks = self._mains[number]
         return tasks[-self._buckets :] if self._how.is_overlapped else tasks[-1:] * self._buckets
 
-    def _update(self, rank: int, step: int, after: Sequence[int]) -> int:
+    def _update(self, number: int, step: int, after: Sequence[int]) -> int:
+        rank = int(self.ranks.firsts[number])
         seconds = self._work.update_s * self._uneven.factor(rank, step)
         update = Task(rank, "update", seconds=seconds, lane=rank)
-        task = self.graph.add(update, [*after, self.mains[-1][rank][-1]])
-        self.mains[-1][rank].append(task)
+        task = self.graph.add(update, [*after, self._mains[number][-1]])
+        self._mains[number].append(task)
         return task
 
     def _reduce(self, group: _Group) -> None:
         """Buckets one after the other; zero reduce-scatters, and gathers weights at the end."""
         is_zero = self._how.way == "zero"
-        pieces = [self._gradients(rank) for rank in group.ranks]
+        pieces = [self._gradients(one) for one in group.classes]
         size = group.gradient_bytes / self._buckets
         done: list[int] = []
         for ready in zip(*pieces, strict=True):
             done = [self._sum(group, size, [*done, *ready], trips=1 if is_zero else 2)]
-        updates = [self._update(rank, group.step, done) for rank in group.ranks]
+        updates = [self._update(one, group.step, done) for one in group.classes]
         if is_zero and self._how.stage < 3:
             gathered = self._sum(group, group.parameter_bytes, updates, trips=1)
             updates = [gathered] * len(updates)
-        self._ready |= {rank: [task] for rank, task in zip(group.ranks, updates, strict=True)}
+        for one, task in zip(group.classes, updates, strict=True):
+            self._ready[one] = [task]
 
     def _sum(self, group: _Group, num_bytes: float, after: Sequence[int], trips: int = 2) -> int:
         """An all-reduce over a group, or half of one."""
-        graph, ranks, algorithm = self.graph, group.ranks, self._how.algorithm
+        algorithm = self._how.algorithm
         if trips == 1 or algorithm in ("auto", "ring", "hierarchical"):
-            return by_levels(graph, ranks, num_bytes, after, self._how.node_devices, trips)
-        schedule = build_collective("all_reduce", algorithm, len(ranks))
-        return in_rounds(graph, schedule, ranks, num_bytes, graph.join(after))
+            return self._collectives.by_levels(group.ranks, num_bytes, after, trips)
+        if algorithm == "trees":
+            return self._collectives.trees(group.ranks, num_bytes, after)
+        schedule = self._alike.always(algorithm, lambda: _schedule(algorithm, len(group.ranks)))
+        return self._collectives.in_rounds(schedule, group.ranks, num_bytes, after)
 
     def _serve(self, group: _Group) -> None:
         size = group.gradient_bytes / self._buckets
         pushed = [
-            [n for piece in self._gradients(rank) for n in self._servers.push(rank, size, piece)]
-            for rank in group.ranks
+            [n for piece in self._gradients(one) for n in self._servers.push(one, size, piece)]
+            for one in group.classes
         ]
-        pulled = self._servers.pull(group.step, group.ranks, pushed, group.parameter_bytes)
-        for rank, task in zip(group.ranks, pulled, strict=True):
-            self._ready[rank] = [self.graph.join([task, self.mains[-1][rank][-1]])]
+        pulled = self._servers.pull(group.step, group.classes, pushed, group.parameter_bytes)
+        for one, task in zip(group.classes, pulled, strict=True):
+            self._ready[one] = [self.graph.join([task, self._mains[one][-1]])]
+
+
+def _schedule(algorithm: str, ranks: int) -> Collective:
+    if ranks > MOST_RANKS and algorithm != "tree":
+        raise BadInput(
+            f"{algorithm} over {ranks} ranks has too many messages to simulate: beyond "
+            f"{MOST_RANKS} ranks there are auto, ring, hierarchical and tree"
+        )
+    return build_collective("all_reduce", algorithm, ranks)

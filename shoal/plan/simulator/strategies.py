@@ -14,11 +14,13 @@ run's trace, so `shoal.observe` draws and sums them.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from shoal.cluster import Cluster
-from shoal.cluster.topology import ClusterTopology
+import numpy as np
+
+from shoal.cluster import Cluster, Noise
 from shoal.errors import BadInput
 from shoal.plan.predict import (
     PlanSettings,
@@ -28,9 +30,17 @@ from shoal.plan.predict import (
     price_of,
     resolve_step,
 )
-from shoal.plan.simulator.messages import Longs, Routes
-from shoal.plan.simulator.step_tasks import StepTasks, StepWork, Unevenness, rank_grid
+from shoal.plan.simulator.messages import Floats, Longs, MessageNetwork, Routes
+from shoal.plan.simulator.step_tasks import (
+    MOST_BUCKETS,
+    StepTasks,
+    StepWork,
+    Unevenness,
+    rank_grid,
+)
+from shoal.plan.simulator.symmetry import Symmetry
 from shoal.plan.simulator.task_graph import TaskTimes
+from shoal.plan.step.collective_time import takes_trees
 from shoal.plan.step.step_price import ReplicaPricer, weights_of
 from shoal.plan.sync_price import Agreeing, SyncQuestion
 from shoal.plan.sync_price.ps_links import Serving
@@ -49,9 +59,13 @@ class StepRun:
     seconds: float
     steps: int
     step_s: float
-    rank_end_s: tuple[tuple[float, ...], ...]  # by step and rank
-    link_bytes: tuple[float, ...] = field(repr=False)
+    rank_end_s: tuple[tuple[float, ...], ...]  # by step and rank in `like`
+    like: Mapping[int, int]  # the ranks that were simulated: for how many each stands
+    link_bytes: Floats = field(repr=False, compare=False)
     spans_by_rank: Trace = field(repr=False)
+    flows: int = 0  # classes of them
+    events: int = 0
+    is_bound: bool = False  # what links and servers carry at most, not followed step by step
 
 
 def simulate_step(
@@ -61,31 +75,83 @@ def simulate_step(
     routes: Routes,
     uneven: Unevenness | None = None,
     steps: int = 1,
+    by_symmetry: bool | None = None,
 ) -> StepRun:
-    """Simulate steps of all replicas; `ranks` are by replica, stage and place (`rank_grid`)."""
-    builder = StepTasks(work, agreeing, ranks, uneven or Unevenness())
+    """Simulate steps of all replicas; `ranks` are by replica, stage and place (`rank_grid`).
+
+    What is alike is simulated once, `by_symmetry` or where ranks are many.
+    """
+    uneven = uneven or Unevenness()
+    is_wanted = ranks.size > MOST_APART if by_symmetry is None else by_symmetry
+    serves = agreeing.way == "servers"
+    is_on = is_wanted and uneven.noise == Noise() and not (serves and work.stages > 1)
+    if is_on and serves and (agreeing.is_async or agreeing.staleness is not None):
+        return _throughput(work, agreeing, ranks, routes, uneven)
+    alike = Symmetry(routes, is_on)
+    builder = _laid_out(work, agreeing, ranks, uneven, alike, steps)
+    while not alike.is_stable():
+        builder = _laid_out(work, agreeing, ranks, uneven, alike, steps)
+    network, ways = MessageNetwork(alike.capacities()), alike.ways()
+    times = builder.graph.run(network, ways)
+    shown = builder.ranks
+    like = dict(zip(shown.firsts.tolist(), shown.sizes.tolist(), strict=True))
+    ends = [tuple(times.end_s[step.end_of(rank)] for rank in like) for step in builder.steps]
+    pace = sum(
+        n * steps / end_s if end_s else math.inf
+        for n, end_s in zip(like.values(), ends[-1], strict=True)
+    )
+    link_bytes = alike.link_bytes(network.carried_bytes)
+    spans = _spans(builder, times, like)
+    step_s = ranks.size / pace
+    counts = (len(ways.alphas_s), times.events)
+    return StepRun(times.seconds, steps, step_s, tuple(ends), like, link_bytes, spans, *counts)
+
+
+def _laid_out(
+    work: StepWork,
+    agreeing: Agreeing,
+    ranks: Longs,
+    uneven: Unevenness,
+    alike: Symmetry,
+    steps: int,
+) -> StepTasks:
+    alike.begin()
+    builder = StepTasks(work, agreeing, ranks, uneven, alike)
     for step in range(steps):
         builder.add_step(step)
-    devices = 1 + max(int(ranks.max()), *(agreeing.servers or (0,)))
-    times = builder.graph.run(routes, devices)
-    ends = [tuple(times.end_s[last[rank]] for rank in sorted(last)) for last in builder.ends]
-    paces = [steps / end_s if end_s else math.inf for end_s in ends[-1]]
-    step_s = len(paces) / sum(paces)
-    spans = _spans(builder, times)
-    return StepRun(times.seconds, steps, step_s, tuple(ends), tuple(times.link_bytes), spans)
+    return builder
 
 
-def _spans(builder: StepTasks, times: TaskTimes) -> Trace:
-    spans: Trace = {rank: [] for rank in sorted(builder.ends[0])}
+def _throughput(
+    work: StepWork, agreeing: Agreeing, ranks: Longs, routes: Routes, uneven: Unevenness
+) -> StepRun:
+    """Of workers that do not wait for each other: their own paces, up to what all carry at most."""
+    in_step = replace(agreeing, is_async=False, staleness=None)
+    run = simulate_step(work, in_step, ranks, routes, uneven, 1, True)
+    own_s = {}
+    for rank in run.like:
+        [replica, *_] = np.argwhere(ranks == rank)[0]
+        alone = simulate_step(work, agreeing, ranks[[replica]], routes, uneven, 1, False)
+        own_s[rank] = alone.step_s
+    pace_s = ranks.size / sum(n / own_s[rank] for rank, n in run.like.items())
+    if agreeing.staleness is not None:
+        pace_s = max(own_s.values())
+    links_s = float((run.link_bytes / routes.links).max(initial=0.0))
+    step_s = max(pace_s, links_s, ranks.size * agreeing.apply_s)
+    return replace(run, step_s=step_s, is_bound=True)
+
+
+def _spans(builder: StepTasks, times: TaskTimes, shown: Iterable[int]) -> Trace:
+    spans: Trace = {rank: [] for rank in shown}
     for task, start_s, end_s in zip(builder.graph.tasks, times.start_s, times.end_s, strict=True):
         if task.kind and task.rank in spans and end_s > start_s:
             spans[task.rank].append(_span(task.kind, start_s, end_s, task.track, task.detail))
-    for rank in builder.ends[0]:
+    for rank in spans:
         began_s = 0.0
-        for step, by_rank in enumerate(builder.ends):
-            ended_s = times.end_s[by_rank[rank]]
-            spans[rank].append(_span(STEP, began_s, ended_s, "steps", f"step {step}"))
-            spans[rank] += _waits(builder.mains[step][rank], times, began_s, ended_s)
+        for number, step in enumerate(builder.steps):
+            ended_s = times.end_s[step.end_of(rank)]
+            spans[rank].append(_span(STEP, began_s, ended_s, "steps", f"step {number}"))
+            spans[rank] += _waits(step.mains_of(rank), times, began_s, ended_s)
             began_s = ended_s
     return spans
 
@@ -107,6 +173,7 @@ def _span(kind: str, start_s: float, end_s: float, track: str, detail: str) -> S
     return Span(kind, round(start_s * 1e9), round(end_s * 1e9), track, detail)
 
 
+MOST_APART = 64  # ranks of which each is simulated, alike or not
 MOST_MICROBATCHES = 3  # of each stage
 _SOME_STEPS = 8  # of strategies whose workers do not wait for each other
 
@@ -135,15 +202,24 @@ def simulate_strategy(
     settings: PlanSettings,
     uneven: Unevenness | None = None,
     steps: int | None = None,
+    lost: Collection[int] = (),
+    by_symmetry: bool | None = None,
 ) -> SimulatedStep:
-    """Simulate a strategy; without `uneven` all workers are equally fast."""
+    """Simulate a strategy; without `uneven` all workers are equally fast.
+
+    Replicas of `lost` workers are missing, and the others do the whole batch.
+    """
     value = as_strategy(strategy)
-    predictor = Predictor(workload, cluster.of_size(workers))
+    size = cluster.of_size(workers)
+    predictor = Predictor(workload, size)
     pricer = predictor.pricer(workers)
-    resolved = resolve_step(workload, value, workers, settings)
+    ranks = rank_grid(value.layout(workers), pricer.order)
+    ranks = ranks[~np.isin(ranks, list(lost)).any(axis=(1, 2))]
+    if not ranks.size:
+        raise BadInput("no replica is left of those that lost workers belong to")
+    resolved = resolve_step(workload, value, ranks.size, settings)
     term: Any = value.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings)
-    size = cluster.of_size(workers)
     if getattr(term, "overlap", False):
         raise BadInput(
             f"averages of {term} are under way for several steps, which is not simulated: leave "
@@ -154,7 +230,7 @@ def simulate_strategy(
         serving = Serving(term, question)
         # workers that do not wait also take turns at the memory of the servers' host
         apply_s = serving.update_s() + (0.0 if term.lockstep else serving.memory_s())
-        agreeing = replace(agreeing, servers=_hosts(term, question), apply_s=apply_s)
+        agreeing = replace(agreeing, servers=_hosts(term, size, workers, ranks), apply_s=apply_s)
         size = size.of_size(1 + max(agreeing.servers))
     inside = 1 if agreeing.algorithm == "ring" else size.node.devices
     is_overlapped = settings.overlap and question.idle_share > 0
@@ -164,31 +240,34 @@ def simulate_strategy(
         plain = price_of(replace(term, compress=None), question).sent_bytes
         compression = price_of(term, question).sent_bytes / plain if plain else 1.0
     work = _work(pricer, resolved, question, agreeing, compression)
+    summed = work.parameter_bytes if agreeing.way == "average" else work.gradient_bytes
+    piece = max(summed) / max(1, min(agreeing.buckets, MOST_BUCKETS))
+    if agreeing.algorithm == "auto" and takes_trees(pricer.cluster, question.group, piece):
+        agreeing = replace(agreeing, algorithm="trees")
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
     waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
-    topology = ClusterTopology(size)
+    routes = Routes(size)
     run = simulate_step(
         replace(work, microbatches=kept),
         agreeing,
-        rank_grid(resolved.layout, pricer.order),
-        Routes(topology),
+        ranks,
+        routes,
         uneven,
         steps or (agreeing.every if waits else _SOME_STEPS),
+        by_symmetry,
     )
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
     left_out = work.microbatches - kept
     step_s = (run.step_s + left_out * slowest_s) / batches_in_turns(resolved.layout, term)
-    return SimulatedStep(step_s, run, left_out, _busiest(topology, run))
+    return SimulatedStep(step_s, run, left_out, _busiest(routes, run))
 
 
-def _busiest(topology: ClusterTopology, run: StepRun) -> BusyLink | None:
+def _busiest(routes: Routes, run: StepRun) -> BusyLink | None:
     """The link that would take longest for what it carried."""
-    links = [
-        BusyLink(link.name, link.bytes_per_s, num_bytes)
-        for link, num_bytes in zip(topology.links, run.link_bytes, strict=True)
-        if num_bytes > 0
-    ]
-    return max(links, key=lambda link: link.carried_bytes / link.bytes_per_s, default=None)
+    if not run.link_bytes.any():
+        return None
+    link = int(np.argmax(run.link_bytes / routes.links))
+    return BusyLink(routes.name(link), float(routes.links[link]), float(run.link_bytes[link]))
 
 
 def _work(
@@ -225,16 +304,15 @@ def _work(
     )
 
 
-def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:
+def _hosts(term: Any, cluster: Cluster, workers: int, ranks: Longs) -> tuple[int, ...]:
     """Where servers run: on workers, or on nodes of their own behind the workers'."""
-    if term.placement == "rank0":
-        return (0,)
-    if term.placement == "workers":
-        return tuple(range(question.workers))
-    devices = question.cluster.node.devices
-    if question.workers <= devices:
-        return tuple(server % question.workers for server in range(term.servers))
-    nodes = -(-question.workers // devices)
-    nics = min(question.cluster.node.nics, devices)
+    there = np.sort(ranks.ravel()).tolist()
+    if term.placement != "servers":
+        return tuple(there if term.placement == "workers" else there[:1])
+    devices = cluster.node.devices
+    if workers <= devices:
+        return tuple(there[server % len(there)] for server in range(term.servers))
+    nodes = -(-workers // devices)
+    nics = min(cluster.node.nics, devices)
     firsts = [(nodes + server) * devices for server in range(term.servers)]
     return tuple(first + nic * devices // nics for first in firsts for nic in range(nics))

@@ -15,20 +15,23 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from shoal.errors import BadInput
-from shoal.plan.simulator.messages import MessageNetwork, Routes, message_table
+from shoal.plan.simulator.messages import Floats, Longs, MessageNetwork, Ways, message_table
+from shoal.plan.simulator.symmetry import Classes, Messages, Round, Symmetry, among
 from shoal.plan.sync_price import Agreeing
 from shoal.schedules.collectives import Collective
-from shoal.schedules.mixing import mixing_for
 
 
 class Task(NamedTuple):
-    """`rank` is the one that shows it; `kind` and `track` are those of a trace, "" hides it."""
+    """`rank` is the one that shows it; `kind` and `track` are those of a trace, "" hides it.
+
+    It stands for `count` tasks that are alike.
+    """
 
     rank: int
     kind: str = ""
@@ -36,10 +39,10 @@ class Task(NamedTuple):
     detail: str = ""
     seconds: float = 0.0
     lane: int = -1  # a computation
-    src: int = -1  # a message
-    dst: int = -1
+    way: int = -1  # a message
     num_bytes: float = 0.0
-    repeats: int = 1  # a message that takes so many alphas: a stream of rounds
+    repeats: float = 1  # a message that takes so many alphas: a stream of rounds
+    count: int = 1
 
 
 class TaskGraph:
@@ -48,28 +51,30 @@ class TaskGraph:
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self.needs: list[int] = []
-        self.followers: list[list[int]] = []
+        self.followers: list[list[tuple[int, int]]] = []  # what each is worth to its followers
 
     def add(self, task: Task, after: Iterable[int] = (), needs: int | None = None) -> int:
+        """With `needs` it begins when so many have ended, of all that those before stand for."""
         number = len(self.tasks)
         before = list(after)
-        for one in before:
-            self.followers[one].append(number)
+        worth = [1 if needs is None else self.tasks[one].count for one in before]
+        for one, counted in zip(before, worth, strict=True):
+            self.followers[one].append((number, counted))
         self.tasks.append(task)
-        self.needs.append(len(before) if needs is None else min(needs, len(before)))
+        self.needs.append(len(before) if needs is None else min(needs, sum(worth)))
         self.followers.append([])
         return number
 
     def link(self, before: int, after: int) -> None:
         """Let a task that was added wait for another one too."""
-        self.followers[before].append(after)
+        self.followers[before].append((after, 1))
         self.needs[after] += 1
 
-    def join(self, after: Iterable[int], needs: int | None = None) -> int:
-        return self.add(Task(-1), after, needs)
+    def join(self, after: Iterable[int], needs: int | None = None, count: int = 1) -> int:
+        return self.add(Task(-1, count=count), after, needs)
 
-    def run(self, routes: Routes, ranks: int) -> TaskTimes:
-        network = MessageNetwork(routes, ranks)
+    def run(self, network: MessageNetwork, ways: Ways) -> TaskTimes:
+        """`ways` has what the messages of tasks take."""
         missing = list(self.needs)
         start_s = [math.nan] * len(self.tasks)
         end_s = [math.nan] * len(self.tasks)
@@ -81,16 +86,18 @@ class TaskGraph:
             ready = []
             for task in ended:
                 end_s[task] = at_s
-                for follower in self.followers[task]:
-                    missing[follower] -= 1
-                    if missing[follower] == 0:
+                for follower, worth in self.followers[task]:
+                    missing[follower] -= worth
+                    if missing[follower] <= 0 < missing[follower] + worth:
                         ready.append(follower)
             return ready
 
         at_s = 0.0
+        events = 0
         ready = [number for number, needed in enumerate(missing) if needed == 0]
         while at_s < math.inf:
             messages = []
+            events += 1
             while ready:  # joins end at once, so look on from them
                 at_once = []
                 for number in ready:
@@ -101,12 +108,12 @@ class TaskGraph:
                         lane.append(number)
                         if len(lane) == 1:
                             heapq.heappush(ends, (at_s + task.seconds, number))
-                    elif task.src >= 0 and task.src != task.dst:
+                    elif task.way >= 0:
                         messages.append(number)
                     else:
                         at_once.append(number)
                 ready = end(at_once)
-            self._send(network, messages)
+            self._send(network, ways, messages)
             at_s = min(ends[0][0] if ends else math.inf, network.next_end_s())
             ended = network.advance(at_s) if at_s < math.inf else []
             while ends and ends[0][0] <= at_s:
@@ -119,14 +126,13 @@ class TaskGraph:
             ready = end(ended)
         if any(map(math.isnan, end_s)):
             raise BadInput("the simulated step hangs: a task waits for one that never ends")
-        return TaskTimes(start_s, end_s, network.carried_bytes.tolist())
+        return TaskTimes(start_s, end_s, events)
 
-    def _send(self, network: MessageNetwork, messages: list[int]) -> None:
+    def _send(self, network: MessageNetwork, ways: Ways, messages: list[int]) -> None:
         if messages:
             begun = [self.tasks[number] for number in messages]
             network.start(
-                np.array([task.src for task in begun]),
-                np.array([task.dst for task in begun]),
+                ways.only(np.array([task.way for task in begun])),
                 np.array([task.num_bytes for task in begun], np.float64),
                 np.array(messages),
                 np.array([task.repeats for task in begun]),
@@ -136,129 +142,217 @@ class TaskGraph:
 class TaskTimes(NamedTuple):
     start_s: Sequence[float]  # by task; NaN for what never began
     end_s: Sequence[float]
-    link_bytes: Sequence[float]
+    events: int  # moments at which something began or ended
 
     @property
     def seconds(self) -> float:
         return max((end for end in self.end_s if not math.isnan(end)), default=0.0)
 
 
-def by_levels(
-    graph: TaskGraph,
-    ranks: Sequence[int],
-    num_bytes: float,
-    after: Sequence[int],
-    inside: int,
-    trips: int = 2,
-) -> int:
-    """An all-reduce, or in one trip half of it: a reduce-scatter or an all-gather."""
-    nodes = _by_node(ranks, inside)
-    if nodes is None:
-        return ring(graph, ranks, num_bytes, after, trips)
-    slices = zip(*nodes, strict=True)
-    share = num_bytes / len(nodes[0])
-    done = [ring(graph, node, num_bytes, after, 1) for node in nodes]
-    done = [ring(graph, column, share, done, trips) for column in slices]
-    if trips == 2:
-        done = [ring(graph, node, num_bytes, done, 1) for node in nodes]
-    return graph.join(done)
+class Collectives:
+    """Collectives of ranks as tasks, with the classes of their flows."""
+
+    def __init__(self, graph: TaskGraph, alike: Symmetry, inside: int, is_alone: bool):
+        self._graph = graph
+        self.alike = alike
+        self._inside = inside  # devices of a node; its ranks reduce first
+        self._is_alone = is_alone and alike.is_on
+
+    def by_levels(self, ranks: Longs, num_bytes: float, after: Sequence[int], trips: int) -> int:
+        """An all-reduce, or in one trip half of it: a reduce-scatter or an all-gather."""
+        nodes = self.alike.always(("nodes", int(ranks[0])), lambda: by_node(ranks, self._inside))
+        if nodes is None:
+            return self._rings("ring", ranks[None], num_bytes, after, trips)
+        share = num_bytes / nodes.shape[1]
+        done = self._rings("inside", nodes, num_bytes, after, 1)
+        done = self._rings("between", nodes.T, share, [done], trips)
+        return self._rings("inside", nodes, num_bytes, [done], 1) if trips == 2 else done
+
+    def _rings(
+        self, name: str, ranks: Longs, num_bytes: float, after: Sequence[int], trips: int
+    ) -> int:
+        """Rings in the order of the ranks, as streams; they begin when all have come."""
+        begin = self._graph.join(after)
+        size = ranks.shape[1]
+        if size == 1:
+            return begin
+        steps = trips * (size - 1)
+        kind = "all_reduce" if trips == 2 else "reduce_scatter or all_gather"
+        sent = Task(
+            0,
+            "reduce",
+            "comm",
+            f"{kind} ring {round(num_bytes)} bytes",
+            num_bytes=steps / size * num_bytes,
+            repeats=steps,
+        )
+        src, dst = ranks.ravel(), np.roll(ranks, -1, axis=1).ravel()
+        return self._follow((name, int(ranks[0, 0])), [(src, dst, np.ones(src.size))], sent, begin)
+
+    def trees(self, ranks: Longs, num_bytes: float, after: Sequence[int]) -> int:
+        """An all-reduce up and down two binary trees over nodes, as streams.
+
+        A node sends twice the vector, as where it is inside of one tree and a leaf of the other:
+        here to the nodes beside it. Each of its NICs is at the head of a chain of its ranks.
+        """
+        key = ("trees", int(ranks[0]))
+        move, repeats = self.alike.always(key, lambda: self._tree_streams(ranks))
+        detail = f"all_reduce trees {round(num_bytes)} bytes"
+        sent = Task(0, "reduce", "comm", detail, num_bytes=num_bytes, repeats=repeats)
+        return self._follow(key, [move], sent, self._graph.join(after))
+
+    def _tree_streams(self, ranks: Longs) -> tuple[Move, float]:
+        """Both ways, and the alphas of each: of two at a port as many as on the longest way."""
+        spec = self.alike.routes.cluster.node
+        nodes = by_node(ranks, spec.devices)
+        nodes = ranks[:, None] if nodes is None else nodes
+        count, inside = nodes.shape
+        channels = min(spec.nics, inside)
+        chains = [np.roll(nodes, -(channel * inside // channels), 1) for channel in range(channels)]
+        heads = np.stack([chain[:, 0] for chain in chains])
+        inner = np.concatenate([chain[:, 1:].ravel() for chain in chains])
+        outer = np.concatenate([chain[:, :-1].ravel() for chain in chains])
+        src = np.concatenate([inner, heads.ravel()])
+        dst = np.concatenate([outer, np.roll(heads, 1, axis=1).ravel()])
+        alphas_s = self.alike.routes.ways(src, dst).alphas_s
+        within_s, between_s = (part.max(initial=0.0) for part in np.split(alphas_s, [inner.size]))
+        way_s = math.ceil(math.log2(count)) * between_s + (inside - 1) * within_s
+        repeats = way_s / between_s if between_s else 1.0
+        both = np.append(src, dst), np.append(dst, src)
+        return (*both, np.full(both[0].size, 1 / channels)), repeats
+
+    def in_rounds(
+        self, collective: Collective, ranks: Longs, num_bytes: float, after: Sequence[int]
+    ) -> int:
+        """Every message of a schedule; a rank's next round comes when it is through with this."""
+        key = (str(collective), int(ranks[0]))
+        if self._is_alone:
+            return self._by_itself(collective, ranks, num_bytes, after)
+        moves = self.alike.always(key, lambda: moves_of(collective, ranks))
+        size = collective.chunk_bytes(num_bytes)
+        sent = Task(0, "reduce", "comm", collective.name, num_bytes=size)
+        return self._follow(key, moves, sent, self._graph.join(after))
+
+    def _by_itself(
+        self, collective: Collective, ranks: Longs, num_bytes: float, after: Sequence[int]
+    ) -> int:
+        """Message by message, once: ranks of a tree have all different pasts, and equal times."""
+
+        def alone() -> tuple[float, Floats]:
+            graph, apart = TaskGraph(), Symmetry(self.alike.routes, is_on=False)
+            Collectives(graph, apart, 1, is_alone=False).in_rounds(collective, ranks, num_bytes, ())
+            network = MessageNetwork(apart.capacities())
+            seconds = graph.run(network, apart.ways()).seconds
+            return seconds, apart.link_bytes(network.carried_bytes)
+
+        seconds, carried = self.alike.always((str(collective), num_bytes), alone)
+        self.alike.carry(carried)
+        first, lane = int(ranks[0]), self.alike.devices
+        task = Task(first, "reduce", "comm", collective.name, seconds=seconds, lane=lane)
+        return self._graph.add(task, after)
+
+    def _follow(self, key: Hashable, moves: Sequence[Move], sent: Task, begin: int) -> int:
+        graph, through = self._graph, [begin]
+        for one in self.alike.once(("rounds", key), lambda: self._rounds(key, moves)):
+            tasks = [
+                graph.add(
+                    sent._replace(
+                        rank=flow.src, num_bytes=flow.size * sent.num_bytes, way=flow.way
+                    ),
+                    {through[wait] for wait in flow.waits},
+                )
+                for flow in one.flows
+            ]
+            through = [
+                graph.join([tasks[flow] for flow in flows]) if flows else through[before]
+                for before, flows in one.parts
+            ]
+        return graph.join(set(through))
+
+    def _rounds(self, key: Hashable, moves: Sequence[Move]) -> list[Round]:
+        ranks = np.unique(np.concatenate([end for move in moves for end in move[:2]]))
+        classes = among(ranks, np.zeros(self.alike.devices))
+        found = []
+        for number, move in enumerate(moves):
+            messages = self.messages((key, number), move)
+            space = (key, "alone") if self._is_alone else 0
+            found.append(self.alike.round(space, messages, classes))
+            classes = found[-1].classes
+        return found
+
+    def messages(self, key: Hashable, move: Move) -> Messages:
+        ways = self.alike.always(("ways", key), lambda: self.alike.routes.ways(*move[:2]))
+        return Messages(*move, ways)
 
 
-def in_rounds(
-    graph: TaskGraph, collective: Collective, ranks: Sequence[int], num_bytes: float, begin: int
-) -> int:
-    """Every message of a schedule; a rank's next round comes when it is through with this one."""
+Move = tuple[Longs, Longs, Floats]  # from, to, and shares of a vector, or chunks
+
+
+def moves_of(collective: Collective, ranks: Longs) -> list[Move]:
+    """Its rounds, in chunks."""
     table = message_table(collective)
-    chunk = collective.chunk_bytes(num_bytes)
-    through = [begin] * len(ranks)
-    for number in range(table.num_rounds):
-        rows = table.of_round(number)
-        of_rank: dict[int, list[int]] = {}
-        columns = (table.src[rows].tolist(), table.dst[rows].tolist(), table.chunks[rows].tolist())
-        for src, dst, chunks in zip(*columns, strict=True):
-            sent = _reduced(ranks[src], ranks[dst], chunks * chunk, collective.name, 1)
-            message = graph.add(sent, {through[src], through[dst]})
-            of_rank.setdefault(src, []).append(message)
-            of_rank.setdefault(dst, []).append(message)
-        for rank, messages in of_rank.items():
-            through[rank] = graph.join(messages)
-    return graph.join(set(through))
+    rows = [table.of_round(number) for number in range(table.num_rounds)]
+    return [(ranks[table.src[row]], ranks[table.dst[row]], table.chunks[row]) for row in rows]
 
 
-def _reduced(src: int, dst: int, num_bytes: float, detail: str, repeats: int) -> Task:
-    return Task(src, "reduce", "comm", detail, 0.0, -1, src, dst, num_bytes, repeats)
-
-
-def ring(
-    graph: TaskGraph, ranks: Sequence[int], num_bytes: float, after: Sequence[int], trips: int
-) -> int:
-    """A ring in the order of the ranks, as streams; it begins when all have come."""
-    size = len(ranks)
-    begin = graph.join(after)
-    if size == 1:
-        return begin
-    rounds = trips * (size - 1)
-    kind = "all_reduce" if trips == 2 else "reduce_scatter or all_gather"
-    detail = f"{kind} ring {round(num_bytes)} bytes"
-    size_bytes = rounds / size * num_bytes
-    streams = [
-        graph.add(_reduced(src, dst, size_bytes, detail, rounds), [begin])
-        for src, dst in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-    ]
-    return graph.join(streams)
-
-
-def _by_node(ranks: Sequence[int], inside: int) -> list[list[int]] | None:
+def by_node(ranks: Longs, inside: int) -> Longs | None:
     """The ranks of each node, where all nodes have equally many, and more than one."""
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank // inside, []).append(rank)
-    sizes = {len(members) for members in nodes.values()}
-    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+    _, sizes = np.unique(ranks // inside, return_counts=True)
+    size = int(sizes[0])
+    if len(sizes) == 1 or size == 1 or (sizes != size).any():
         return None
-    return list(nodes.values())
+    return ranks[np.argsort(ranks // inside, kind="stable")].reshape(-1, size)
 
 
 class Servers:
     """Parameter servers: pushes, updates, pulls; `lanes` are those of the servers."""
 
-    def __init__(self, graph: TaskGraph, agreeing: Agreeing, first_lane: int):
+    def __init__(self, graph: TaskGraph, agreeing: Agreeing, alike: Symmetry, ranks: Classes):
         self._graph = graph
         self._how = agreeing
-        self._lane = first_lane
+        self._alike = alike
+        space = "servers" if alike.is_on else 0
+        self._servers = np.array(agreeing.servers, np.int64)
+        self.ranks, self._kinds = alike.with_servers(space, ranks, self._servers)
+        self._ways = [
+            alike.between(space, self.ranks, self._servers, self._kinds, is_push)
+            for is_push in (True, False)
+        ]
         self._applied: dict[int, list[int]] = {}  # by step: updates that count for staleness
 
     def push(self, rank: int, num_bytes: float, after: int) -> list[int]:
-        """One bucket to all servers, which have equal shares of it."""
-        size = num_bytes / len(self._how.servers)
-        pushes = (Task(rank, "push", "comm", "", 0, -1, rank, to, size) for to in self._how.servers)
-        return [self._graph.add(push, [after]) for push in pushes]
+        """One bucket of a class of ranks to all servers, which have equal shares of it."""
+        return self._moved("push", 0, rank, num_bytes, after)
+
+    def _moved(self, kind: str, way: int, rank: int, num_bytes: float, after: int) -> list[int]:
+        first = int(self.ranks.firsts[rank])
+        sent = Task(first, kind, "comm", num_bytes=num_bytes / len(self._servers))
+        flows = self._ways[way][rank]
+        return [self._graph.add(sent._replace(way=flow.way), [after]) for flow in flows]
 
     def pull(
         self, step: int, ranks: Sequence[int], pushed: Sequence[list[int]], num_bytes: float
     ) -> list[int]:
-        """Updates; the task after which each rank has new weights."""
-        graph = self._graph
-        arrived = [graph.join(own) for own in pushed]
+        """Updates; the task after which each class of ranks has new weights."""
+        graph, sizes = self._graph, self.ranks.sizes
+        arrived = [
+            graph.join(own, count=int(sizes[rank])) for rank, own in zip(ranks, pushed, strict=True)
+        ]
         if self._how.is_async or self._how.staleness is not None:
             updates = [self._update([own], None) for own in arrived]
             self._applied.setdefault(step, []).extend(n for update in updates for n in update)
         else:
             first = self._update(arrived, self._how.quorum)
             updates = [[*first, own] for own in arrived]
-        size = num_bytes / len(self._how.servers)
-        pulled = []
-        for rank, update in zip(ranks, updates, strict=True):
-            begin = graph.join(update)
-            ways = (
-                Task(rank, "pull", "comm", "", 0, -1, of, rank, size) for of in self._how.servers
-            )
-            pulled.append(graph.join([graph.add(way, [begin]) for way in ways]))
-        return pulled
+        return [
+            graph.join(self._moved("pull", 1, rank, num_bytes, graph.join(update)))
+            for rank, update in zip(ranks, updates, strict=True)
+        ]
 
     def _update(self, arrived: Sequence[int], needs: int | None) -> list[int]:
         begin = self._graph.join(arrived, needs)
-        lanes = range(self._lane, self._lane + len(self._how.servers))
+        first = self._alike.devices
+        lanes = range(first, first + len(self._kinds))
         seconds = self._how.apply_s
         return [self._graph.add(Task(-1, seconds=seconds, lane=one), [begin]) for one in lanes]
 
@@ -268,21 +362,3 @@ class Servers:
         if staleness is None or step - staleness - 1 < 0:
             return []
         return [self._graph.join(self._applied[step - staleness - 1])]
-
-
-def gossip(
-    graph: TaskGraph,
-    ranks: Sequence[int],
-    num_bytes: float,
-    after: Sequence[int],
-    topology: str,
-    step: int,
-) -> list[int]:
-    """Weights go to the neighbors in a graph; each rank waits for those it hears."""
-    mixing = mixing_for(topology, len(ranks))
-    arriving: list[list[int]] = [[own] for own in after]
-    for place, rank in enumerate(ranks):
-        for other in mixing.listeners(place, step):
-            sent = Task(rank, "send", "comm", src=rank, dst=ranks[other], num_bytes=num_bytes)
-            arriving[other].append(graph.add(sent, [after[place]]))
-    return [graph.join(parts) for parts in arriving]

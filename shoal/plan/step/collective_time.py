@@ -207,15 +207,28 @@ def collective_time(
     if kind == "send":
         way = hops(cluster, group)
         return max(_bounded(hop.alpha_s, num_bytes / hop.bytes_per_s, hop.words, 1) for hop in way)
+    rings, trees = _ways(cluster, kind, group, num_bytes)
+    return _called(cluster, min([*rings, *trees]))
+
+
+def takes_trees(cluster: Cluster, group: RankGroup, num_bytes: float) -> bool:
+    """Whether an all-reduce is faster over trees of nodes than in rings."""
+    rings, trees = _ways(cluster, "all_reduce", group, num_bytes) if group.size > 1 else ([], [])
+    return bool(trees) and min(trees) < min(rings)
+
+
+def _ways(
+    cluster: Cluster, kind: str, group: RankGroup, num_bytes: float
+) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
+    """In rings, flat or by levels, and over trees where there are some."""
     trips = 2 if kind == "all_reduce" else 1
-    ring = _ring(cluster, group, num_bytes, trips)
     places = on_nodes(cluster, group)
-    ways = [ring]
+    rings, trees = [_ring(cluster, group, num_bytes, trips)], []
     if 1 < places.inside < group.size and places.is_even:
-        ways.append(_hierarchical(cluster, group, num_bytes, trips))
+        rings.append(_hierarchical(cluster, group, num_bytes, trips))
     if places.is_apart and kind in ("all_reduce", "reduce") and not cluster.device.synchronous:
-        ways.append(_trees(cluster, group, num_bytes, trips))
-    return _called(cluster, min(ways))
+        trees.append(_trees(cluster, group, num_bytes, trips))
+    return rings, trees
 
 
 def _called(cluster: Cluster, took: CollectiveTime) -> CollectiveTime:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster import Noise
-from shoal.schedules.mixing import mixing_for
+from shoal.schedules.mixing import edges_for
 
 Floats = NDArray[np.float64]
 _REACH = 9.0  # standard deviations on both sides
@@ -212,8 +212,11 @@ def neighbours_pace(noise: Noise, graph: str, workers: int, each: int = 1) -> fl
     if is_even(noise) or workers == 1:
         return own_pace(noise, each)
     # for every worker where its list begins, and all lists: whom it hears, itself included
-    lists = [np.nonzero(matrix + np.eye(workers)) for matrix in mixing_for(graph, workers).matrices]
-    heard = [(np.searchsorted(rows, np.arange(workers)), order) for rows, order in lists]
+    own, heard = np.arange(workers), []
+    for src, dst in edges_for(graph, workers):
+        sources, hears = np.append(src, own), np.append(dst, own)
+        order = np.argsort(hears, kind="stable")
+        heard.append((np.searchsorted(hears[order], own), sources[order]))
     draws = _draws(noise, workers, each)
     finished = np.zeros((len(draws) + 1, workers))
     for step, times in enumerate(draws):

@@ -337,7 +337,7 @@ class Agreeing:
     every: int = 1  # steps between two averages
     graph: str = "ring"
     node_devices: int = 1  # groups that have several ranks in a node agree inside it first
-    algorithm: str = "auto"  # another one: an all-reduce by the rounds of its schedule
+    algorithm: str = "auto"  # or trees, or an all-reduce by the rounds of its schedule
 
 
 @dataclass(frozen=True)

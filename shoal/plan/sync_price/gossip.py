@@ -26,7 +26,7 @@ from shoal.plan.step.collective_time import RankGroup, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
 from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, some
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
-from shoal.schedules.mixing import Mixing, mixing_for
+from shoal.schedules.mixing import MAX_WORKERS, Edges, edges_for, mixing_for
 
 _PAGE_BYTES = 64
 
@@ -46,7 +46,6 @@ mixing_of = lru_cache(maxsize=256)(mixing_for)
 def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         return SyncPrice((question.update_part(),), question.plain_memory())
-    mixing = mixing_of(term.graph, question.replicas)
     exchange = exchange_of(term.graph, question.group, question.cluster)
     is_async = term.mode == "async"
     if is_async:
@@ -64,7 +63,7 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     parts = some(mixed, copies, waiting, question.update_part())
     return SyncPrice(
         parts,
-        _memory(term, question, mixing),
+        _memory(term, question),
         convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
         agreeing=Agreeing("gossip", graph=term.graph, is_async=is_async),
@@ -74,7 +73,9 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
 
 @lru_cache(maxsize=256)
 def convergence_of(graph: str, replicas: int) -> str:
-    """How fast replicas agree, in a sentence."""
+    """How fast replicas agree, in a sentence; "" for more of them than gossip runs on."""
+    if replicas > MAX_WORKERS:
+        return ""
     mixing = mixing_of(graph, replicas)
     gap = 1 - mixing.second_eigenvalue
     return mixing.expectation + (f" (spectral gap {gap:.3g})" if gap < 1 else "")
@@ -82,14 +83,12 @@ def convergence_of(graph: str, replicas: int) -> str:
 
 @lru_cache(maxsize=512)
 def exchange_of(graph: str, group: RankGroup, cluster: Cluster) -> Exchange:
-    steps = [_step(matrix, group, cluster) for matrix in mixing_of(graph, group.size).matrices]
+    steps = [_step(edges, group, cluster) for edges in edges_for(graph, group.size)]
     return Exchange(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
 
 
-def _step(matrix: NDArray[np.float64], group: RankGroup, cluster: Cluster) -> Exchange:
-    hears, heard = np.nonzero(matrix)
-    sent = hears != heard
-    hears, heard = hears[sent], heard[sent]
+def _step(edges: Edges, group: RankGroup, cluster: Cluster) -> Exchange:
+    heard, hears = edges
     node = np.arange(group.size) * group.stride // cluster.node.devices
     rack = node // (cluster.nodes_per_rack or cluster.nodes)
     beside = min(group.stride, cluster.node.devices)  # groups of a node that do the same
@@ -157,12 +156,17 @@ def _returns(term: Any) -> bool:
     return bool(term.elastic and not term.lockstep)
 
 
-def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
+def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     plain = question.plain_memory()
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
         return plain._replace(buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
+    if question.replicas > MAX_WORKERS:
+        steps = edges_for(term.graph, question.replicas)
+        most = max(len(steps) > 1, *(int(np.bincount(hears).max()) for _, hears in steps))
+        return plain._replace(buffers=(most + 1) * buffer_bytes)
+    mixing = mixing_of(term.graph, question.replicas)
     copies = mixing.buffer_bytes(None, question.sizes.size, question.precision.parameter_bytes)
     if _returns(term):
         return plain._replace(buffers=copies + question.rollback_bytes())
