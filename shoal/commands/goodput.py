@@ -16,7 +16,6 @@ from shoal.plan.goodput import REPAIR_S, STORAGE_BYTES_PER_S, Failures, Goodput,
 from shoal.runtime.wording import counted
 
 _MONTH_H = 720.0
-_LEAST_MTBF_S = 60.0
 _HEADS = [
     "answer",
     "useful",
@@ -38,17 +37,17 @@ class FailureOptions:
         _Text, typer.Option(help="Mean time between failures of any node of the run, such as 8h.")
     ] = None
     node_mtbf: Annotated[_Text, typer.Option(help="The same of one node, such as 5000h.")] = None
-    spare: Annotated[int, typer.Option(min=0, help="Nodes that wait to replace others.")] = 0
+    spare: Annotated[int, typer.Option(min=0, max=1000, help="Nodes that wait for failures.")] = 0
     repair: Annotated[
-        _Text, typer.Option(help="Until a failed node is back.", show_default="the file's, or 4h")
+        _Text, typer.Option(help="Until a node is replaced.", show_default="the file's, or 4h")
     ] = None
-    detect: Annotated[str, typer.Option(help="Until a failure is noticed.")] = "30s"
-    restart_time: Annotated[str, typer.Option(help="To start workers, before they load.")] = "2min"
+    detect: Annotated[str, typer.Option(help="Time until a failure is noticed.")] = "30s"
+    restart_time: Annotated[str, typer.Option(help="Time until workers load.")] = "2min"
     storage: Annotated[
-        _Text, typer.Option(help="Rate of checkpoints.", show_default="the file's, or 10GB/s")
+        _Text, typer.Option(help="Rate of their storage.", show_default="the file's, or 10GB/s")
     ] = None
     saves: Annotated[
-        Saves, typer.Option(help="What training waits for: a copy at rank 0, all, or local copies.")
+        Saves, typer.Option(help="Training waits for rank 0's copy, all, or copies of parts.")
     ] = "background"
 
     def on(self, cluster: Cluster, workers: int) -> tuple[Cluster, Failures | None]:
@@ -60,7 +59,7 @@ class FailureOptions:
             raise BadInput("for failures give --mtbf, of all nodes, or --node-mtbf, of one")
         each_s = parse_seconds(self.node_mtbf) if self.node_mtbf else mtbf_s or 0.0
         mtbf_s = parse_seconds(self.mtbf) if self.mtbf else each_s / -(-workers // node.devices)
-        if mtbf_s < _LEAST_MTBF_S:
+        if mtbf_s < 60:
             raise BadInput(f"a failure every {show_seconds(mtbf_s)}: the least is 1 minute")
         rate = parse_bytes_per_s(self.storage) if self.storage else cluster.storage_bytes_per_s
         if self.storage and rate is None:
@@ -84,22 +83,19 @@ def goodput_parts(found: Goodput, cluster: Cluster) -> Iterator[Part]:
     table = plain_table("", _HEADS, rows, left=1)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
     yield table
-    best = ("best", found.answers[0].interval_s)
-    intervals = [
-        f"{name} {show_seconds(s)} ({renewal.shares(s).useful:.2%})"
-        for name, s in (best, ("Young", renewal.young_s), ("Daly", renewal.daly_s))
-    ]
+    best_s, young_s, daly_s = found.answers[0].interval_s, renewal.young_s, renewal.daly_s
+    every = (("best", best_s), ("Young", young_s), ("Daly", daly_s))
+    said = [f"{name} {show_seconds(s)} ({renewal.shares(s).useful:.2%})" for name, s in every]
     yield (
         f"saves of {show_bytes(found.checkpoint_bytes)} hold training up for "
         f"{show_seconds(renewal.held_s)} and are complete {show_seconds(renewal.written_s)} later; "
-        f"between two, and what that leaves without repairs: {', '.join(intervals)}"
+        f"between two, and what that leaves without repairs: {', '.join(said)}"
     )
-    rate = show_bytes(cluster.storage_bytes_per_s or STORAGE_BYTES_PER_S)
     yield (
         f"a failure takes {show_seconds(failures.detect_s)} to be noticed, workers "
         f"{show_seconds(failures.start_s)} to start and {show_seconds(load_s)} to load at "
-        f"{rate}/s; repairs take {show_seconds(failures.repair_s)}, "
-        f"{counted(failures.spares, 'node')} to spare"
+        f"{show_bytes(cluster.storage_bytes_per_s or STORAGE_BYTES_PER_S)}/s; repairs take "
+        f"{show_seconds(failures.repair_s)}, {counted(failures.spares, 'node')} to spare"
     )
     amounts = {
         "costs {:,.0f}": (node.price_per_hour, found.nodes + failures.spares),

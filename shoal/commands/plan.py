@@ -111,9 +111,10 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.0%}"
     between = f"({show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)})"
     useful, answer = "", ""
-    if (goodput := prediction.goodput) is not None:
-        useful = f"{goodput.best.shares.useful:>6.1%}  "
-        answer = f"{goodput.best.name}: {show_seconds(goodput.best.effective_s)} for a step's work"
+    if prediction.goodput is not None:
+        best = prediction.goodput.best
+        useful = f"{best.shares.useful:>6.1%}  "
+        answer = f"{best.name}, {best.strategy}: {show_seconds(best.effective_s)} for a step's work"
     yield (
         f"{mark:>4}  {show_seconds(prediction.step_s):>7} {between:>20}"
         f"  {show_bytes(prediction.memory.total):>7}  {useful}"

@@ -37,7 +37,6 @@ class Failures:
     repair_s: float = REPAIR_S
     detect_s: float = 30.0
     start_s: float = 120.0  # all workers again, before they load
-    # rank 0 collects and writes, beside training or not; or devices write their parts, beside it
     saves: Saves = "background"
 
 

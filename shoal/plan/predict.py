@@ -194,9 +194,8 @@ class Predictor:
             plain = replace(settings, failures=None)
             other = self.predict(replace(strategy, sync=elastic), workers, plain, layout)
             way = (elastic, other) if other.fits else None
-        whole = self._checkpoint_bytes
-        goodput = goodput_of(settings.failures, self.cluster, whole, found, way)
-        return replace(found, goodput=goodput)
+        asked = (settings.failures, self.cluster, self._checkpoint_bytes)
+        return replace(found, goodput=goodput_of(*asked, found, way))
 
     @cached_property
     def _checkpoint_bytes(self) -> float:

@@ -68,5 +68,4 @@ class Prediction:
 
     def as_dict(self) -> dict[str, object]:
         useful = self.goodput.best.shares.useful if self.goodput else None
-        more = {"memory": self.memory._asdict(), "fits": self.fits, "useful": useful}
-        return asdict(self) | more
+        return asdict(self) | {"memory": self.memory._asdict(), "fits": self.fits, "useful": useful}
