@@ -163,7 +163,8 @@ def goodput(as_json: options.Json = False) -> None:
                 *(" to ".join(dict.fromkeys(both)) for both in (every, saves)),
                 f"{shares['worst'].useful:.0%} to {shares['best'].useful:.0%}",
                 f"{'> ' if run.is_bound else ''}{run.published:.0%}",
-                " to ".join(show_seconds(one) for one in entry["allowed_s"].values()),
+                " to ".join(f"{one / MINUTE_S:.0f}" for one in entry["allowed_s"].values())
+                + " min",
             ]
         )
         notes.append(f"{run.name} ({run.source}): {run.notes}")

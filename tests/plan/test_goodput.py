@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import astuple, replace
+from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
 
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.validation.goodput import RUNS, allowed_s, predicted
+from benchmarks.validation.goodput import goodput as print_published
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.candidates import layouts
+from shoal.plan.explain import why
 from shoal.plan.goodput import Failures, Goodput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
@@ -158,6 +161,18 @@ def test_published_runs(run) -> None:  # type: ignore[no-untyped-def]
     assert allowed_s(run, run.best) > run.best.recovery_s
 
 
+def test_the_table_of_published_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_published()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [run.name for run in RUNS] == [line[:13].rstrip() for line in lines[2:5]]
+    page = (Path(__file__).parents[2] / "docs" / "goodput.md").read_text(encoding="utf-8")
+    assert all(line.rstrip() in page for line in lines[:5])
+
+
 # ---------------------------------------------------------------------------- strategies
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))
@@ -262,6 +277,14 @@ def test_plans_are_ranked_by_effective_time() -> None:
             text = "ddp" if layout.tp == 1 else f"ddp + tp({layout.tp})"
             found = predictor.predict(as_strategy(text), 8, asked)
             assert min(seconds) <= 1.001 * found.effective_s
+
+
+def test_a_plan_says_where_less_of_a_fast_step_is_useful() -> None:
+    asked = PlanSettings(16, failures=replace(OFTEN, mtbf_s=HOUR_S))
+    first, other, *_ = search(MODEL, cluster(), 8, SearchOptions(asked)).ranked
+    half_s = first.prediction.step_s / 2
+    faster = replace(other, prediction=replace(other.prediction, step_s=half_s))
+    assert why(faster, first) == "50.0% faster a step, and less of its time is useful"
 
 
 @settings(max_examples=30)
