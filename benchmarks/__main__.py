@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness import FASTER, check_names, say
+from benchmarks.validation.goodput import goodput
 from benchmarks.validation.published_report import published
 from benchmarks.validation.report import validate
 from shoal.cli import new_app, run_app
@@ -18,6 +19,7 @@ from shoal.errors import BadInput
 app = new_app("Measure Shoal against other libraries.")
 app.command()(validate)
 app.command()(published)
+app.command()(goodput)
 WORKLOADS = ("digits", "gpt", "mlp", "mlp-small")
 _ON_CUDA = ("gpt2-8", "gpt2-32", "gpt2-8-compiled", "gpt2-32-compiled")
 MODELS = ("mlp-16", "mlp-64", "digits", "mlp-256", "gpt", *_ON_CUDA)

@@ -28,6 +28,10 @@ class Node:
     # memory, caches, turbo), sorted by the number of workers
     crowded: tuple[tuple[int, Device], ...] = ()
     measured: tuple[MeasuredCalls, ...] = ()  # calls inside the node, in place of closed forms
+    mtbf_s: float | None = None  # between two of its failures
+    repair_s: float | None = None  # until it, or another one in its place, is back
+    price_per_hour: float | None = None
+    watts: float | None = None
 
     def device_among(self, workers: int, alone: Device) -> Device:
         """The device that each of so many workers of a node has; the nearest that is known."""
@@ -62,6 +66,7 @@ class Cluster:
     uplink_alpha_s: float = 0.0  # what the way over the spine adds to a message
     noise: Noise = Noise()
     between: tuple[MeasuredCalls, ...] = ()  # calls between nodes, by what joins them
+    storage_bytes_per_s: float | None = None  # where checkpoints lie, of all nodes together
     source: str = "spec"
 
     @property

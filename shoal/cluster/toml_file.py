@@ -42,6 +42,7 @@ _SUFFIXES = {
     "GB_per_s": ("bytes_per_s", 1e9),
     "GB": ("bytes", 1e9),
     "us": ("s", 1e-6),
+    "hours": ("s", 3600.0),
     "efficiency": ("efficiency", 1.0),
 }
 _NODE_LINKS = ("fabric", "pcie", "socket_link", "nic")
@@ -112,6 +113,14 @@ class _NodeTable(_Table):
     nics: _Count = 1
     memory_GB_per_s: _Positive | None = None
     cores: _Count | None = None
+    mtbf_hours: _Positive | None = None
+    repair_hours: _Positive | None = None
+    price_per_hour: _Number | None = None
+    watts: _Number | None = None
+
+
+class _StorageTable(_Table):
+    GB_per_s: _Positive | None = None
 
 
 class _RackTable(_Table):
@@ -152,6 +161,7 @@ class _File(_Table, kw_only=True):
     rack: _RackTable = msgspec.field(default_factory=_RackTable)
     spine: _SpineTable = msgspec.field(default_factory=_SpineTable)
     noise: _NoiseTable = msgspec.field(default_factory=_NoiseTable)
+    storage: _StorageTable = msgspec.field(default_factory=_StorageTable)
     crowded: list[_CrowdedTable] = []
     measured: list[_CallsTable] = []
     between: list[_CallsTable] = []
@@ -218,6 +228,7 @@ def _cluster(file: _File, default_name: str) -> Cluster:
         uplink_alpha_s=file.spine.alpha_us * 1e-6,
         noise=Noise(**_in_si("noise", file.noise)),
         between=tuple(map(_calls, file.between)),
+        storage_bytes_per_s=_in_si("storage", file.storage)["bytes_per_s"],
         source=file.source,
     )
 
@@ -385,6 +396,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     spine = {"oversubscription": cluster.oversubscription, "alpha_us": cluster.uplink_alpha_s * 1e6}
     yield from _table("spine", spine)
     yield from _table("noise", vars(cluster.noise))
+    if cluster.storage_bytes_per_s is not None:
+        yield from _table("storage", {"GB_per_s": cluster.storage_bytes_per_s / 1e9})
     for workers, device in node.crowded:
         yield from _table("crowded", {"workers": workers, **_device_keys(device)}, many=True)
     for name, many in (("measured", node.measured), ("between", cluster.between)):

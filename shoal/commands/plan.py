@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
+from shoal.commands.goodput import FailureOptions, goodput_parts
 from shoal.commands.output import Part, bold, show
 from shoal.commands.subject import SubjectOptions
 from shoal.plan.search import OnPriced, SearchOptions, search
@@ -22,6 +24,7 @@ from shoal.runtime.wording import counted
 @options.with_fields
 def plan(
     asked: SubjectOptions,
+    failing: FailureOptions,
     workers: options.Workers = 1,
     include_async: Annotated[
         bool,
@@ -36,11 +39,13 @@ def plan(
 
     All valid strategies that fit the memory are ranked by their predicted time, each with its range
     (80% of published runs of its kind) and the places that it may have: plans inside the range of
-    each other are equal. The notation can be pasted after -s. Nothing is trained.
+    each other are equal. The notation can be pasted after -s. With --mtbf they are ranked by what
+    failures leave of the time. Nothing is trained.
     """
-    hardware = asked.hardware(workers)
+    hardware, failures = failing.on(asked.hardware(workers), workers)
     subject = asked.subject(workers)
-    wanted = SearchOptions(asked.settings(subject.batch), top, include_async)
+    settings = replace(asked.settings(subject.batch), failures=failures)
+    wanted = SearchOptions(settings, top, include_async)
     with _progress(as_json) as on_priced:
         result = search(subject.workload, hardware, workers, wanted, on_priced)
     found = as_plan(result)
@@ -63,7 +68,9 @@ def plan(
         "are slower than the slowest one here, or larger; plans whose places overlap are equal "
         "within their ranges"
     )
-    show(document, [heading, *_parts(found), counts], as_json, wraps=True)
+    first = found.ranked[0].prediction.goodput if found.ranked else None
+    useful = [] if first is None else goodput_parts(first, hardware)
+    show(document, [heading, *_parts(found), *useful, counts], as_json, wraps=True)
     if not result.ranked:
         raise typer.Exit(1)
 
@@ -82,6 +89,8 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
 
 
 def _parts(found: FoundPlan) -> Iterator[Part]:
+    if found.ranked and found.ranked[0].prediction.goodput:
+        yield f"{'step':>13} {'range':>20}  {'memory':>7}  useful"
     for one in found.ranked:
         first, last = one.place
         yield from _lines(f"{first}-{last}" if last > first else str(first), one)
@@ -101,12 +110,18 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
     prediction = one.prediction
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.0%}"
     between = f"({show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)})"
+    useful, answer = "", ""
+    if prediction.goodput is not None:
+        best = prediction.goodput.best
+        useful = f"{best.shares.useful:>6.1%}  "
+        answer = f"{best.name}, {best.strategy}: {show_seconds(best.effective_s)} for a step's work"
     yield (
         f"{mark:>4}  {show_seconds(prediction.step_s):>7} {between:>20}"
-        f"  {show_bytes(prediction.memory.total):>7}  {f'{one.strategy}  {one.options}'.rstrip()}"
+        f"  {show_bytes(prediction.memory.total):>7}  {useful}"
+        f"{f'{one.strategy}  {one.options}'.rstrip()}"
     )
     merged = f"not better: {', '.join(one.merged)}" if one.merged else ""
-    for line in (f"{one.why}{utilization}", one.in_script, prediction.convergence, merged):
+    for line in (f"{one.why}{utilization}", answer, one.in_script, prediction.convergence, merged):
         if line:
             yield f"      {line}"
 

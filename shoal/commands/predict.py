@@ -15,6 +15,7 @@ from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
+from shoal.commands.goodput import FailureOptions, goodput_parts
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import Part, bold, plain_table, show
 from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
@@ -81,6 +82,7 @@ WorkerNumbers = Annotated[
 def predict(
     asked: SubjectOptions,
     of_step: PredictedStepOptions,
+    failing: FailureOptions,
     numbers: WorkerNumbers = "1",
     strategy: options.Strategy = None,
     order: Annotated[
@@ -110,7 +112,7 @@ def predict(
     values = [strategy_for(strategy, number) for number in several]
     subject = asked.subject(workers)
     settings = of_step.on(asked.settings(subject.batch))
-    hardware = asked.hardware(workers)
+    hardware, failures = failing.on(asked.hardware(workers), workers)
     simulate |= trace is not None
     if simulate and (len(several) > 1 or order != "shoal"):
         raise BadInput("--simulate and --trace need one number of workers, in Shoal's order")
@@ -118,6 +120,8 @@ def predict(
     only_wire = link is not None and asked.cluster is None and not simulate
     if only_wire:
         hardware = Cluster("network", _NO_TIME, Node(1, nic=link), workers)
+    if failing != FailureOptions() and (only_wire or len(several) > 1):
+        raise BadInput("--mtbf needs one number of workers, and a --cluster")
     if only_wire or len(several) > 1:
         pairs = list(zip(values, several, strict=True))
         found = [predict_on(workload, hardware, *pair, settings, _ORDERS[order]) for pair in pairs]
@@ -126,6 +130,7 @@ def predict(
             return _show_wire(found, said, workload.name, as_json)
         return _show_several(found, subject, as_json)
     (value,) = values
+    settings = replace(settings, failures=failures)
     prediction = _advised(Predictor(workload, hardware, _ORDERS[order]), value, workers, settings)
     traffic = gradient_traffic(workload, value.layout(workers).replicas, link)
     document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
@@ -134,6 +139,8 @@ def predict(
         simulated = simulate_strategy(workload, hardware, value, workers, settings)
         document["simulated_s"] = simulated.step_s
         parts += _simulated_parts(simulated, prediction, trace)
+    if prediction.goodput is not None:
+        parts += goodput_parts(prediction.goodput, hardware)
     show(document, parts, as_json, wraps=True)
 
 

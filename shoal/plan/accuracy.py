@@ -33,7 +33,8 @@ def range_of(device: Device, strategy: str, several_nodes: bool) -> tuple[float,
 
 def is_faster(one: Prediction, other: Prediction) -> bool:
     """Whether predictions tell: neither lies in the range of the other."""
-    return one.high_s < other.step_s and one.step_s < other.low_s
+    mine, theirs = one.effective_s / one.step_s, other.effective_s / other.step_s
+    return one.high_s * mine < other.effective_s and one.effective_s < other.low_s * theirs
 
 
 def places(found: Sequence[Prediction]) -> list[tuple[int, int]]:

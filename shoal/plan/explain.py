@@ -69,8 +69,11 @@ def why(one: Priced, best: Priced) -> str:
     if one is best:
         return why_first(one.prediction)
     mine, first = one.prediction, best.prediction
+    less = 1 - mine.effective_s / first.effective_s
+    if less > 0:
+        return f"{less:.1%} faster than the first, which is plainer"
     if mine.step_s < first.step_s:
-        return f"{1 - mine.step_s / first.step_s:.1%} faster than the first, which is plainer"
+        return f"{1 - mine.step_s / first.step_s:.1%} faster a step, and less of its time is useful"
     lost = {part.name: part.seconds for part in mine.parts}
     for part in first.parts:
         lost[part.name] = lost.get(part.name, 0.0) - part.seconds

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import Device
 from shoal.errors import BadInput
 from shoal.plan.accuracy import range_of
+from shoal.plan.goodput import Failures, elastic_term, goodput_of
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
@@ -19,7 +21,7 @@ from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.sync_price.gossip import gossip, hogwild
 from shoal.plan.sync_price.ps import ps
 from shoal.plan.sync_price.zero import zero
-from shoal.plan.workloads import Recompute, Split, Workload
+from shoal.plan.workloads import Recompute, Split, Workload, parameters_of
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
@@ -47,6 +49,7 @@ class PlanSettings:
     zero3_of: Zero3 = "shoal"
     fused_adding: bool = False  # products add to the gradients of earlier micro-batches themselves
     hide: tuple[str, ...] = ()  # of tp, ep and pp: whose messages computing hides
+    failures: Failures | None = None  # what they leave of the time is predicted, too
 
 
 class ResolvedStep(NamedTuple):
@@ -165,7 +168,7 @@ class Predictor:
         step_s = sum(part.seconds for part in parts)
         several_nodes = workers > self.cluster.node.devices
         low, high = range_of(pricer.cluster.device, text, several_nodes)
-        return Prediction(
+        found = Prediction(
             strategy=text,
             workers=workers,
             cluster=self.cluster.name,
@@ -184,6 +187,22 @@ class Predictor:
             convergence=sync.convergence,
             microbatches=resolved.microbatches,
         )
+        if settings.failures is None:
+            return found
+        way = None
+        if (elastic := elastic_term(strategy, workers, self.cluster.node.devices)) is not None:
+            plain = replace(settings, failures=None)
+            other = self.predict(replace(strategy, sync=elastic), workers, plain, layout)
+            way = (elastic, other) if other.fits else None
+        asked = (settings.failures, self.cluster, self._checkpoint_bytes)
+        return replace(found, goodput=goodput_of(*asked, found, way))
+
+    @cached_property
+    def _checkpoint_bytes(self) -> float:
+        """Of the whole model with the state of its optimizer."""
+        held = self.workload.precision
+        each = held.parameter_bytes + held.master_bytes + held.state_bytes
+        return parameters_of(self.workload) * each
 
 
 def predict(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from shoal.plan.goodput import Goodput
+
 
 class Part(NamedTuple):
     """Seconds of a step that one activity takes on the critical path."""
@@ -49,6 +51,12 @@ class Prediction:
     convergence: str = ""  # what an asynchronous or decentralized strategy costs in progress
     notes: tuple[str, ...] = ()
     microbatches: int = 1  # of a replica in a step
+    goodput: Goodput | None = None  # where nodes fail
+
+    @property
+    def effective_s(self) -> float:
+        """A step, with its share of what failures cost."""
+        return self.step_s if self.goodput is None else self.goodput.best.effective_s
 
     @property
     def fits(self) -> bool:
@@ -59,4 +67,5 @@ class Prediction:
         return max(self.parts, key=lambda part: part.seconds)
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"memory": self.memory._asdict(), "fits": self.fits}
+        useful = self.goodput.best.shares.useful if self.goodput else None
+        return asdict(self) | {"memory": self.memory._asdict(), "fits": self.fits, "useful": useful}

@@ -47,7 +47,7 @@ class Priced:
 
     @property
     def seconds(self) -> float:
-        return self.prediction.step_s
+        return self.prediction.effective_s
 
 
 def merge(found: Iterable[Priced]) -> list[Priced]:
@@ -248,7 +248,7 @@ class _Search:
             if number == 0:
                 parts = () if best is None else best.prediction.parts
                 filled_s = sum(p.seconds for p in parts if p.name in ("bubble", "pp", "recompute"))
-                if best is None or best.seconds - filled_s > found.limit_s:
+                if best is None or best.prediction.step_s - filled_s > found.limit_s:
                     return
 
     def _climb(

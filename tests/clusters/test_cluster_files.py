@@ -82,6 +82,16 @@ def test_a_file_changes_keys_of_its_base() -> None:
             parse(wrong)
 
 
+def test_failures_prices_and_storage_have_keys() -> None:
+    keys = "mtbf_hours = 5000\nrepair_hours = 4\nprice_per_hour = 20.5\nwatts = 6500\nnic ="
+    cluster = parse(f"{SMALL}[storage]\nGB_per_s = 100".replace("nic =", keys))
+    node = cluster.node
+    assert (node.mtbf_s, node.repair_s) == (5000 * 3600, 4 * 3600)
+    assert (node.price_per_hour, node.watts) == (20.5, 6500)
+    assert cluster.storage_bytes_per_s == 100e9
+    assert parse(cluster_text(cluster)) == cluster
+
+
 def test_the_pcie_of_a_server_is_slower_than_nvlink_and_memory() -> None:
     node = load_cluster("dgx-a100").node
     assert node.fabric is not None and node.pcie is not None

@@ -1,4 +1,4 @@
-"""`shoal predict`, `plan` and `simulate` from sizes alone, and the samples of docs/planner.md."""
+"""`shoal predict`, `plan` and `simulate` from sizes alone, and the samples of the pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from tests.commands.terminal import document_of, shoal
 
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=4,sequence=512", "--cluster", "dgx-a100")
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
-SAMPLES = re.findall(r"```console\n\$ (.*)\n([\s\S]*?)```", PAGE.read_text(encoding="utf-8"))
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("planner.md", "goodput.md"))
+SAMPLES = re.findall(r"```console\n\$ (.*)\n([\s\S]*?)```", PAGES)
 
 
 def test_predict_shows_parts_bounds_and_memory() -> None:
@@ -73,6 +74,38 @@ def test_the_first_of_a_plan_can_be_predicted() -> None:
     assert document_of(*words, *planned["options"].split())["step_s"] == planned["step_s"]
 
 
+FAILING = (*SMALL, "-n", "32", "--batch", "32", "--mtbf", "8h")
+
+
+def test_a_plan_is_ranked_by_what_failures_leave() -> None:
+    ranked = document_of("plan", *FAILING, "--top", "4")["ranked"]
+    assert all(0.5 < one["useful"] < 1 for one in ranked)
+    first = ranked[0]["goodput"]
+    assert [one["name"] for one in first["answers"]] == ["restart", "elastic"]
+    assert (first["nodes"], first["failures"]["mtbf_s"]) == (4, 8 * 3600)
+    spares = document_of("plan", *FAILING, "--spare", "2", "--top", "1")["ranked"][0]
+    assert spares["useful"] > ranked[0]["useful"]
+
+
+def test_predict_says_what_a_month_costs(tmp_path: Path) -> None:
+    file = tmp_path / "priced.toml"
+    keys = "mtbf_hours = 100\nrepair_hours = 1\nprice_per_hour = 10\nwatts = 1000"
+    file.write_text(f'base = "dgx-a100"\n[node]\n{keys}\n[storage]\nGB_per_s = 5\n')
+    words = ("predict", *SMALL[:2], "-n", "32", "--cluster", str(file))
+    said = " ".join(shoal(*words).stdout.split())
+    for text in (
+        "a failure every 1.04 days (4 nodes, each fails every 4.17 days)",
+        "a month costs 28,800, of which",
+        "a month takes 2,880 kWh, of which",
+        "to load at 5 GB/s; repairs take 1 h, 0 nodes to spare",
+    ):
+        assert text in said
+    assert "goodput" in document_of(*words)
+    asked = document_of(*words, "--mtbf", "1h", "--spare", "1", "--saves", "sharded")["goodput"]
+    assert asked["failures"]["mtbf_s"] == 3600 and asked["failures"]["repair_s"] == 3600
+    assert shoal(*words[:-4], "-n", "8,16", *words[-2:]).exit_code == 0  # a row each, without it
+
+
 def test_a_plan_where_nothing_fits_fails_in_a_sentence() -> None:
     answer = shoal("plan", *SMALL, "-n", "1", "--limit", "300MB")
     assert answer.exit_code == 1
@@ -128,6 +161,6 @@ def shape(text: str) -> list[tuple[bool, str]]:
 
 @pytest.mark.parametrize(("command", "printed"), SAMPLES, ids=[one for one, _ in SAMPLES])
 def test_a_sample_of_the_page_has_the_shape_of_the_output(command: str, printed: str) -> None:
-    assert len(SAMPLES) == 3
+    assert len(SAMPLES) == 4
     answer = shoal(*shlex.split(command)[1:])
     assert answer.exit_code == 0 and shape(answer.stdout) == shape(printed)

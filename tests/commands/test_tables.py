@@ -154,8 +154,10 @@ COMMANDS = [
     "pipeline list",
     "pipeline show 1f1b",
     "plan gpt-2 --cluster dgx-h100",
+    "plan gpt-2 --cluster dgx-h100 -n 16 --mtbf 8h --spare 2 --top 3",
     "predict gpt-2 --cluster dgx-h100 -n 1,2,4,8",
     "predict gpt-2 --cluster dgx-h100 -n 8",
+    "predict gpt-2 --cluster dgx-h100 -n 64 -s zero(3) --node-mtbf 5000h",
     "simulate gpt-2 --cluster dgx-h100 -n 8",
 ]
 

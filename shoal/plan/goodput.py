@@ -1,0 +1,133 @@
+"""How much of the time is useful where nodes fail: saves, what a failure undoes, Shoal's answers.
+
+restart     all go back to the last save, and wait where no spare node is left
+elastic     the others go on: a step is done again, and nodes are missing until they are back
+replicated  the same with a parameter server that has a copy
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from shoal.cluster import Cluster
+from shoal.errors import StrategyError
+from shoal.plan.renewal import Renewal, Shares, missing_nodes, waiting_share
+from shoal.strategy.base import SyncTerm
+from shoal.strategy.ps_term import Ps
+from shoal.strategy.strategy import Strategy
+from shoal.strategy.sync_terms import Zero
+
+if TYPE_CHECKING:
+    from shoal.plan.prediction import Prediction
+
+    Way = tuple[SyncTerm, Prediction]
+
+STORAGE_BYTES_PER_S, REPAIR_S = 10e9, 4 * 3600.0  # assumed where nothing is known
+Saves = Literal["background", "wait", "sharded"]
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often nodes fail, and what a failure takes."""
+
+    mtbf_s: float  # between failures of any node of the run
+    spares: int = 0
+    repair_s: float = REPAIR_S
+    detect_s: float = 30.0
+    start_s: float = 120.0  # all workers again, before they load
+    saves: Saves = "background"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is done about a failure, and what that leaves of the time."""
+
+    name: str
+    strategy: str
+    step_s: float
+    shares: Shares
+    interval_s: float  # of work that is kept together
+
+    @property
+    def effective_s(self) -> float:
+        """For the work of a step."""
+        return self.step_s / max(self.shares.useful, 1e-12)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The answers that a strategy allows; restart is the first."""
+
+    failures: Failures
+    nodes: int
+    checkpoint_bytes: float
+    renewal: Renewal  # of restart
+    answers: tuple[Answer, ...]
+
+    @property
+    def best(self) -> Answer:
+        return min(self.answers, key=lambda one: one.effective_s)
+
+
+def elastic_term(strategy: Strategy, replicas: int, devices: int) -> SyncTerm | None:
+    """With workers that come back, where a node with so many devices can be lost."""
+    try:
+        term = strategy.sync_for(replicas).taking_back(replicas).as_elastic()
+    except StrategyError:
+        return None
+    if strategy.splits or replicas <= devices or term.needs_first_replica:
+        return None
+    if isinstance(term, Zero):  # a copy of each shard is on another node
+        term = replace(term, copies=min(devices, replicas - 1))
+    if isinstance(term, Ps):
+        term = replace(term, replicas=max(2, term.replicas))
+    return term
+
+
+def goodput_of(
+    failures: Failures, cluster: Cluster, whole: float, found: Prediction, way: Way | None
+) -> Goodput:
+    """Of a model of `whole` bytes with its optimizer state; `way` is the elastic one."""
+    nodes = -(-found.workers // cluster.node.devices)
+    load = failures.repair_s / failures.mtbf_s
+    own = found.memory.parameters + found.memory.optimizer
+    renewal = _renewal(failures, cluster, nodes, whole, own)
+    waiting = waiting_share(load, failures.spares)
+    interval_s = max(renewal.best_interval_s, found.step_s)
+    shares = renewal.shares(interval_s, waiting)
+    answers = [Answer("restart", found.strategy, found.step_s, shares, interval_s)]
+    if way is not None:
+        term, other = way
+        state = (other.memory.parameters + other.memory.optimizer) * cluster.node.devices
+        join_s = state / cluster.node_bytes_per_s
+        starting = (failures.start_s + join_s) / failures.mtbf_s
+        missing = min(1.0, (missing_nodes(load, failures.spares) + starting) / nodes)
+        goes_on = getattr(term, "mode", "sync") == "async"  # no worker waits for another
+        stops = Renewal(failures.mtbf_s, recovery_s=0.0 if goes_on else failures.detect_s + join_s)
+        interval_s = other.step_s * max(1, term.meets_every)
+        shares = stops.shares(interval_s, missing)
+        name = "replicated" if term.has_servers else "elastic"
+        answers.append(Answer(name, other.strategy, other.step_s, shares, interval_s))
+    return Goodput(failures, nodes, whole, renewal, tuple(answers))
+
+
+def _renewal(failures: Failures, cluster: Cluster, nodes: int, whole: float, own: float) -> Renewal:
+    """What a checkpoint takes, of which a device has `own` bytes."""
+    node = cluster.node
+    way_out = cluster.node_bytes_per_s or math.inf  # a host without a network has its own disks
+    storage = cluster.storage_bytes_per_s or STORAGE_BYTES_PER_S
+    to_host = node.pcie.rate if node.pcie else cluster.device.memory_bytes_per_s / 2
+    if failures.saves == "sharded":
+        held_s = own * node.devices_per_pcie / to_host
+        written_s = load_s = whole / min(storage, nodes * way_out)
+    else:
+        collects = way_out / node.nics if nodes > 1 else to_host
+        held_s = max(0.0, whole - own) / collects + whole / to_host
+        written_s = whole / min(storage, way_out)
+        load_s = nodes * whole / min(storage, nodes * way_out)  # every node reads all
+    if failures.saves == "wait":
+        held_s, written_s = held_s + written_s, 0.0
+    recovery_s = failures.detect_s + failures.start_s + load_s
+    return Renewal(failures.mtbf_s, held_s, written_s, recovery_s)
