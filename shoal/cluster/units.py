@@ -17,6 +17,7 @@ _PREFIXES |= {prefix: 1000**power for power, prefix in enumerate("kmgt", 1)}
 _PREFIXES |= {f"{prefix}i": 1024**power for power, prefix in enumerate("kmgt", 1)}
 _BITS_IN = {"B": 8, "byte": 8, "bytes": 8, "b": 1, "bit": 1, "bits": 1}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_SECONDS |= {"min": 60.0, "h": 3600.0, "d": 86400.0, "days": 86400.0}
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµμ/]*)\s*", re.IGNORECASE)
 _UNIT = re.compile(r"([kmgtKMGT]?i?)(B|b|bytes?|bits?)")
 
@@ -33,10 +34,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """`10us`, `0.1ms`, `1e-5`."""
+    """`10us`, `0.1ms`, `1e-5`, `8h`."""
     number, unit = _split(text)
     if unit.lower() not in _SECONDS:
-        raise BadInput(f"{text!r} is not a time: write seconds, 10us or 0.1ms")
+        raise BadInput(f"{text!r} is not a time: write seconds, 10us, 0.1ms or 8h")
     return number * _SECONDS[unit.lower()]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import BadInput
 from shoal.rehearse.network import VirtualMessage, VirtualNetwork
-from shoal.rehearse.virtual_time import Fiber, VirtualTime
+from shoal.rehearse.virtual_time import Fiber, FiberEnd, VirtualTime
 
 _ADDRESS = "virtual:"
 
@@ -28,7 +28,9 @@ class VirtualProcess:
 
     name: str
     device: int
+    exited: Callable[[int], None] = lambda status: None  # told of its exit status
     is_dead: bool = False
+    sockets: list[VirtualSocket] = field(default_factory=list)
 
 
 class VirtualSocket:
@@ -48,6 +50,7 @@ class VirtualSocket:
         self._is_shut = False
         self._reader: Fiber | None = None
         self._timeout_s: float | None = None
+        place.sockets.append(self)
 
     def join(self, peer: VirtualSocket) -> None:
         self._peer, peer._peer = peer, self
@@ -196,8 +199,19 @@ class VirtualSockets:
         listener.add(there)
         return here
 
+    def end(self, process: VirtualProcess) -> None:
+        """What it has sent still arrives; then its connections end."""
+        for listener in self._listeners.values():
+            if listener.place is process:
+                listener.close()
+        for sock in process.sockets:
+            sock.close()
+        process.sockets.clear()
+
     def _place(self) -> VirtualProcess:
         place = self._time.current.group
         if not isinstance(place, VirtualProcess):
             raise BadInput("a connection is opened outside of all workers and servers")
+        if place.is_dead:
+            raise FiberEnd
         return place

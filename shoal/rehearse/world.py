@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,21 +14,38 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
+from shoal.comm.executor import Executor
+from shoal.comm.executors.deferred import Deferred
 from shoal.comm.group import Group
+from shoal.comm.members.board import FileBoard, GroupMember
+from shoal.comm.members.meetings import open_meetings
+from shoal.comm.members.membership import GroupMembership
 from shoal.comm.tracing import Traced
-from shoal.errors import BadInput, StopTraining
+from shoal.errors import BadInput, RunOver, StopTraining
+from shoal.launch.here.process_config import SINGLE_COPY
+from shoal.launch.here.processes import ProcessExit, Role
+from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
+from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
+from shoal.launch.losses.lost_servers import ServerPolicy
+from shoal.launch.losses.lost_workers import LossPolicy, tolerance_of
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
+from shoal.rehearse.elastic import VirtualElasticGroup
 from shoal.rehearse.executor import Virtual, VirtualRanks
+from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.network import VirtualNetwork
 from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
+from shoal.rehearse.processes import VirtualProcesses, VirtualRole
 from shoal.rehearse.random_state import RandomState
-from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
-from shoal.rehearse.threading_like import VirtualClock
+from shoal.rehearse.sockets import VirtualSockets
+from shoal.rehearse.threading_like import VirtualClock, VirtualQueue
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import check_faults, faults_of
+from shoal.runtime.files import StepCount, scratch_folder
 from shoal.runtime.launched_worker import seed_python
+from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, Trace, server_name
 from shoal.server.process.server import Server
 from shoal.strategy.strategy import Strategy
@@ -52,6 +69,7 @@ class RehearsalSpec:
     steps: int | None = None
     slow_servers: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     is_shown: bool = False  # what the script and its first worker print
+    losses: Losses = field(default_factory=Losses)
 
 
 @dataclass(frozen=True)
@@ -59,10 +77,11 @@ class Rehearsed:
     """What a rehearsal came to; times are virtual, from its start."""
 
     seconds: float
-    reports: list[dict[str, Any]]  # of each worker, as those of a run
-    results: list[Any]  # what each training function has returned
+    reports: list[dict[str, Any]]  # of each worker that has finished, as those of a run
+    results: list[Any]  # what each training function has returned; None: it was lost
     link_bytes: dict[str, float]
     spans: Trace
+    said: list[str]  # by the launcher: who was lost, and what became of it
 
 
 def rehearse(train: Train, spec: RehearsalSpec) -> Rehearsed:
@@ -78,10 +97,19 @@ class _Rehearsal:
         spec.strategy.require_built()
         self._layout = spec.strategy.layout(spec.workers)
         servers = spec.strategy.servers(spec.workers)
-        self._refuse(term)
+        if term.server_replicas > 1:
+            raise BadInput(f"{spec.strategy}: a rehearsal has no copies of servers yet")
+        losses = spec.losses
+        self._config = replace(RunConfig(), kill=losses.at_steps, restarts=losses.restarts or None)
+        check_faults(self._config, spec.workers, servers)
+        self._tolerance = tolerance_of(spec.strategy, spec.workers, losses.restarts)
+        self._may_lose = bool(losses) and self._tolerance is not None
+        comes_back = self._config.takes_back and spec.strategy.takes_back
+        self._comes_back = comes_back and not spec.strategy.is_elastic
         self.server_devices = _devices_of_servers(spec.cluster, spec.workers, servers)
         devices = 1 + max([spec.workers - 1, *self.server_devices])
         cluster = spec.cluster.of_size(devices)
+        losses.check(workers=spec.workers, servers=servers, hosts=cluster.nodes)
         spec.strategy.check_hosts(spec.workers, spec.workers > cluster.node.devices)
         self.time = VirtualTime()
         self.network = VirtualNetwork(cluster, self.time)
@@ -92,92 +120,190 @@ class _Rehearsal:
         self._recorders: list[Recorder] = []
         self._models: set[nn.Module] = set()
         self._secret = secrets.token_bytes(32)
-
-    def _refuse(self, term: Any) -> None:
-        """What a rehearsal cannot do yet."""
-        if self.spec.strategy.is_elastic or getattr(term, "replicas", 1) > 1:
-            raise BadInput(
-                f"{self.spec.strategy} survives lost workers or servers, and a rehearsal does not "
-                "lose any yet: leave out elastic and replicas"
-            )
+        self._said: list[str] = []
 
     def run(self) -> Rehearsed:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums have the same order on every machine
         try:
             sockets = VirtualSockets(self.network, self.time)
+            self.processes = VirtualProcesses(self.time, sockets)
             with (
+                ExitStack() as self._stack,
+                scratch_folder("rehearse") as folder,
                 clock.replaced(VirtualClock(self.time)),
                 replaced_sockets(sockets),
                 _silent(self.spec.is_shown),
             ):
+                self._run_dir = RunDir(folder)
+                self._run_dir.write_secret(self._secret)
                 self.time.run(self._body)
         finally:
             torch.set_num_threads(threads)
-        spans: Trace = {recorder.process: recorder.spans for recorder in self._recorders}
+        spans: Trace = {}
+        for recorder in self._recorders:
+            spans.setdefault(recorder.process, []).extend(recorder.spans)
         ranks = range(self.spec.workers)
         return Rehearsed(
             max((ns for report in self._reports.values() for ns in report["loss_s"]), default=0.0),
-            [self._reports[rank] for rank in ranks],
-            [self._results[rank] for rank in ranks],
+            [self._reports[rank] for rank in ranks if rank in self._reports],
+            [self._results.get(rank) for rank in ranks],
             self.network.link_bytes,
             spans,
+            self._said,
         )
 
     # ------------------------------------------------------------------ processes
 
     def _body(self) -> None:
-        servers: list[Server] = []
-        for index, device in enumerate(self.server_devices):
-            starter = self.time.spawn(
-                f"server {index}",
-                partial(self._serve, index, servers),
-                None,
-                group=VirtualProcess(f"server {index}", device),
-            )
-            self.time.join(starter)
-        self._addresses = tuple(server.address for server in servers)
-        fibers = [
-            self.time.spawn(
-                f"rank {rank}",
-                partial(self._work, rank),
-                RandomState(),
-                group=VirtualProcess(f"rank {rank}", rank),
-            )
-            for rank in range(self.spec.workers)
-        ]
-        for fiber in fibers:
-            self.time.join(fiber)
-        for server in servers:
-            server.close()
+        """What a launcher does: start all, and decide what follows from each exit."""
+        run_dir, say, workers = self._run_dir, self._said.append, self.spec.workers
+        servers = len(self.server_devices)
+        self._events: VirtualQueue[Event] = VirtualQueue(self.time)
+        self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
+        for index in range(servers):
+            self._start_server(index)
+        if not self.spec.strategy.starts_apart:
+            run_dir.mark(run_dir.all_joined)
+        for rank in range(workers):
+            self._start_worker(rank, 0)
+        policy = LossPolicy(run_dir, workers, self._tolerance, say)
+        server_policy = ServerPolicy(servers, SINGLE_COPY, say, are_here=False)
+        hosts = self.network.cluster.nodes
+        self.spec.losses.begin(self.time, self._lose, hosts, self.spec.seed)
+        counts = (workers, servers)
+        supervisor = Supervisor(run_dir, policy, server_policy, say, *counts, events=self._events)
+        supervisor.run(
+            VirtualRole("worker", workers, self.processes, self._start_worker_again),
+            VirtualRole("server", servers, self.processes, self._start_server),
+        )
+        write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
+        supervisor.result(workers, SignalEvents(self._events.put), write)
 
-    def _serve(self, index: int, started: list[Server]) -> None:
-        server = Server(f"virtual:server-{index}", self._secret)
+    def _start_server(self, index: int) -> None:
+        """It listens when this returns."""
+        listens = clock.Event()
+
+        def serve() -> int:
+            self._serve(index)
+            listens.set()
+            clock.Event().wait()  # until it is killed
+            return 0
+
+        name = f"server {index}"
+        exited = partial(self._note_exit, "server", index)
+        self.processes.start(name, self.server_devices[index], serve, exited)
+        listens.wait()
+
+    def _start_worker_again(self, rank: int) -> None:
+        incarnation = self._run_dir.incarnation(rank)
+        moment_s = self.time.now_s + self.spec.losses.restart_s
+        self.time.at(moment_s, partial(self._start_worker, rank, incarnation))
+
+    def _start_worker(self, rank: int, incarnation: int) -> None:
+        def exited(status: int) -> None:
+            self.exchange.lose(rank, is_lost=status != 0)
+            self._note_exit("worker", rank, status)
+
+        body = partial(self._run_worker, rank, incarnation)
+        self.processes.start(f"worker {rank}", rank, body, exited, RandomState())
+
+    def _note_exit(self, role: Role, rank: int, status: int) -> None:
+        self._events.put(ProcessExit(rank, status, clock.monotonic_ns(), role))
+
+    def _lose(self, loss: Loss) -> None:
+        names = [f"{loss.role} {loss.number}"]
+        if loss.role == "host":
+            devices, running = self.spec.cluster.node.devices, self.processes.running.values()
+            names = [one.name for one in running if one.device // devices == loss.number]
+        for name in names:
+            self.processes.kill(name)
+
+    def _kill(self, name: str) -> None:
+        self.processes.kill(name)
+        clock.check()
+
+    def _serve(self, index: int) -> None:
+        has_exited = self._run_dir.has_exited if self._may_lose else None
+        server = Server(self._addresses[index], self._secret, has_exited)
+        server.host.takes_back = self._config.takes_back
         server.host.slowness = ServerPace(
             self.time, self.spec.times.apply_s, self.spec.slow_servers.get(index, 1.0)
         )
         server.host.tracer = Recorder(server_name(index), 0)
         self._recorders.append(server.host.tracer)
-        started.append(server)
 
-    def _work(self, rank: int) -> None:
-        spec = self.spec
+    def _run_worker(self, rank: int, incarnation: int) -> int:
+        """Its exit status; it writes why it has failed, for the launcher."""
+        error: Exception | None
+        try:
+            self._work(rank, incarnation)
+            return 0
+        except RunOver:
+            have_finished = bool(self._run_dir.finished_ranks())
+            error = why_too_late(rank, have_finished, self.spec.strategy.is_elastic)
+            if error is None:
+                self._run_dir.mark(self._run_dir.late(rank, incarnation))
+                return 0
+        except Exception as raised:
+            clock.check()
+            error = raised
+        add_line_of_script(error)
+        report_failure(self._run_dir, rank, error)
+        return 2 if isinstance(error, BadInput) else 1
+
+    def _group_of(self, me: GroupMember, tracer: Recorder) -> Group:
+        """As `launch/rank/worker_group.py` opens it."""
+        spec, run_dir, rank = self.spec, self._run_dir, me.worker
+        if spec.strategy.is_elastic:
+            board = FileBoard(run_dir.members(0), run_dir)
+            elastic = VirtualElasticGroup(GroupMembership(board, me, spec.workers), self.exchange)
+            elastic.wrap = lambda executor: Traced(executor, tracer)
+            return elastic
+        executor: Executor = Virtual(self.exchange, range(spec.workers), rank)
+        if self._may_lose and (spec.strategy.starts_apart or self._comes_back):
+            place = (run_dir.start_folder(0), rank, spec.workers, run_dir.has_exited)
+            whole = executor
+            executor = Deferred(*place, lambda: whole, self._comes_back)
+        return Group(Traced(executor, tracer))
+
+    def _work(self, rank: int, incarnation: int) -> None:
+        spec, run_dir = self.spec, self._run_dir
         pace = Pace(self.time, spec.times, rank, spec.uneven)
         tracer = PacedRecorder(pace, rank)
         self._recorders.append(tracer)
-        executor = Traced(Virtual(self.exchange, range(spec.workers), rank), tracer)
+        me = GroupMember(rank, incarnation)
         devices = spec.cluster.node.devices
         config = replace(
-            RunConfig(),
+            self._config,
             servers=self._addresses or None,
             secret=self._secret,
             host_id=f"node-{rank // devices}",
             strategy=str(spec.strategy),
             seed=spec.seed,
+            incarnation=incarnation,
+            run_dir=run_dir if self._may_lose else None,
         )
+        faults = faults_of(replace(config, run_dir=run_dir), rank, spec.workers)
+        if faults is not None:
+            end_server = lambda _, server: self._kill(f"server {server}")  # noqa: E731
+            end_worker = partial(self._kill, f"worker {rank}")
+            faults = replace(faults, end_worker=end_worker, end_server=end_server)
+        meetings, elastic_sum = None, None
+        if self._may_lose and not spec.strategy.is_elastic:
+            file, comes_back = run_dir.meetings(0), self._comes_back
+            meetings, elastic_sum = open_meetings(
+                file, run_dir, me, spec.workers, comes_back, math.inf
+            )
+        step_count = StepCount(run_dir.steps(rank)) if self._may_lose else None
+        self._stack.callback(step_count.close if step_count else int)
         local_size = min(devices, spec.workers - rank // devices * devices)
         services = RunServices(
             tracer=tracer,
+            faults=faults,
+            elastic_sum=elastic_sum,
+            meetings=meetings,
+            step_count=step_count,
             local_rank=rank % devices,
             local_size=local_size,
             config=config,
@@ -186,7 +312,7 @@ class _Rehearsal:
         seed_python(spec.seed)
         job = Job(
             spec.strategy,
-            Group(executor),
+            self._group_of(me, tracer),
             device=torch.device("cpu"),
             seed=spec.seed,
             services=services,
@@ -200,12 +326,15 @@ class _Rehearsal:
         with suppress(StopTraining):
             self._results[rank] = self._train(job)
         job.close()
-        self._reports[rank] = {
+        report = self._reports[rank] = {
             **job.report(),
             **record.report(0),
             "losses": record.values(),
             "group_bytes": tracer.sent.total,
         }
+        if self._may_lose:  # the launcher says how many steps a lost worker has missed
+            run_dir.write(run_dir.report(rank), report)
+        run_dir.mark_finished(rank)
 
     def _check_model(self, step: Any) -> None:
         if step.model in self._models:

@@ -1,4 +1,4 @@
-"""Time, threads and locks, as the runtime uses them: those of the machine.
+"""Time, threads and locks, those of files too, as the runtime uses them: those of the machine.
 
 A rehearsal (`shoal/rehearse/`) puts virtual ones in their place, for as long as it lasts. So what
 waits for another thread, worker or server takes them from here, by their names at the moment of
@@ -7,6 +7,7 @@ use: `clock.Lock()`, `clock.sleep(…)`.
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 from collections.abc import Iterator
@@ -20,8 +21,15 @@ Thread = threading.Thread
 monotonic = time.monotonic
 monotonic_ns = time.monotonic_ns
 sleep = time.sleep
+lock_file = fcntl.flock
 
-_NAMES = ("Lock", "Condition", "Event", "Thread", "monotonic", "monotonic_ns", "sleep")
+
+def check() -> None:
+    """Ends a virtual thread here, where its process was killed."""
+
+
+_TIME = ("monotonic", "monotonic_ns", "sleep")
+_NAMES = ("Lock", "Condition", "Event", "Thread", "lock_file", "check", *_TIME)
 
 
 @contextmanager
