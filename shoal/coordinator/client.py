@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -25,6 +23,7 @@ from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encod
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN, client_context, connect
 from shoal.protocol.handshake import authenticate
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.variable_text import MIN_LEASE_S
 from shoal.runtime.waits import Backoff, waiting
@@ -70,7 +69,7 @@ class RemoteCoordinator(coordinator.Coordinator):
         what = coordinator.describe(request)
         try:
             with waiting(self._who, "the coordinator", what):
-                return wire.ask(request, time.monotonic() + allowed_s)
+                return wire.ask(request, clock.monotonic() + allowed_s)
         except (OSError, Refused) as error:
             raise coordinator.Unavailable(
                 f"{self._who}: the coordinator at {self.address} has not answered {what} "
@@ -90,8 +89,8 @@ class _Wire:
         self._client = client
         self._sequence = 0
         self._connection: Connection | None = None
-        self._asking = threading.Lock()
-        self._changing = threading.Lock()
+        self._asking = clock.Lock()
+        self._changing = clock.Lock()
 
     def ask(self, request: coordinator.Request, deadline_s: float) -> coordinator.Answer:
         """Send it until it is answered: a number belongs to one request."""
@@ -101,18 +100,18 @@ class _Wire:
             self._sequence += 1
             pause = Backoff(0.005, 0.1)
             for attempt in itertools.count():
-                sent_s = time.monotonic()
+                sent_s = clock.monotonic()
                 try:
                     answer = self._exchange(request, attempt, deadline_s)
                     break
                 except (OSError, Refused):
-                    if self.is_closed or time.monotonic() >= deadline_s:
+                    if self.is_closed or clock.monotonic() >= deadline_s:
                         raise
                 pause()
         finally:
             self._asking.release()
         if isinstance(answer, float):  # what is left of a lease counts from before it was asked for
-            return max(0.0, answer - (time.monotonic() - sent_s))
+            return max(0.0, answer - (clock.monotonic() - sent_s))
         return answer
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ class _Wire:
 
 
 def _left_s(deadline_s: float) -> float:
-    return max(0.001, deadline_s - time.monotonic())
+    return max(0.001, deadline_s - clock.monotonic())
 
 
 LEASE_TTL_S = MIN_LEASE_S  # of servers, with the launcher's coordinator

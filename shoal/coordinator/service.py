@@ -6,8 +6,6 @@ one that is not a request ends its connection, and nothing else.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +33,7 @@ from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.service import JOIN_S, ConnectionService
+from shoal.runtime import clock
 from shoal.runtime.acceptor import service_thread
 from shoal.runtime.config import TlsConfig
 
@@ -49,9 +48,9 @@ class LeaseClock:
     holders could not renew it then. A lease that lasts longer is harmless.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic):
-        self._clock_s = clock_s
-        self._seen_s = clock_s()
+    def __init__(self, clock_s: Callable[[], float] | None = None):
+        self._clock_s = clock_s or clock.monotonic
+        self._seen_s = self._clock_s()
         self._now_s = 0.0
 
     def now_s(self) -> float:
@@ -70,7 +69,7 @@ class Core:
         self._store = store
         self._log = log
         self._clock_s = clock_s or LeaseClock().now_s
-        self._changed = threading.Condition()
+        self._changed = clock.Condition()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # of each client: the latest
         self._is_closed = False
 
@@ -150,12 +149,12 @@ class Core:
     # ------------------------------------------------------------------ waiting
 
     def _watch(self, request: Watch) -> Changes:
-        deadline_s = time.monotonic() + request.timeout_s
+        deadline_s = clock.monotonic() + request.timeout_s
         with self._changed:
             while True:
                 self._expire()
                 found = self._store.changes(request.name, request.after_revision)
-                left_s = deadline_s - time.monotonic()
+                left_s = deadline_s - clock.monotonic()
                 if found.changes or left_s <= 0 or self._is_closed:
                     return _limited(found)
                 self._changed.wait(min(left_s, LONGEST_TICK_S))

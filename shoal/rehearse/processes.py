@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from shoal.launch.here.output import LineForwarder, discard_lines
 from shoal.launch.here.processes import Role
+from shoal.rehearse.losses import Losses
 from shoal.rehearse.random_state import RandomState
 from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.virtual_time import VirtualTime
@@ -23,7 +24,7 @@ class VirtualProcesses:
     """Those that run, by their names: "worker 2", "server 1"."""
 
     def __init__(self, time: VirtualTime, sockets: VirtualSockets):
-        self._time = time
+        self.time = time
         self._sockets = sockets
         self.running: dict[str, VirtualProcess] = {}
 
@@ -37,7 +38,7 @@ class VirtualProcesses:
     ) -> None:
         """`body` returns its exit status; `exited` is called with it, however it ends."""
         process = self.running[name] = VirtualProcess(name, device, exited)
-        self._time.spawn(name, lambda: self._end(process, body()), worker, group=process)
+        self.time.spawn(name, lambda: self._end(process, body()), worker, group=process)
 
     def kill(self, name: str, status: int = KILLED) -> None:
         """As by a signal; no effect on one that has exited.
@@ -53,19 +54,26 @@ class VirtualProcesses:
             self.running.pop(process.name)
             self._sockets.end(process)
             process.exited(status)
-            self._time.end_group(process)
+            self.time.end_group(process)
 
 
 class VirtualRole:
     """The workers or the servers of a rehearsal, as a supervisor has those of a run."""
 
+    tell_exit: Callable[[int], None] = staticmethod(lambda rank: None)
+
     def __init__(
-        self, role: Role, count: int, processes: VirtualProcesses, start: Callable[[int], None]
+        self,
+        role: Role,
+        count: int,
+        start: Callable[[int], None],
+        processes: VirtualProcesses,
+        losses: Losses,
     ):
-        """`start(rank)`: another process in the place of one that was lost."""
         self._role = role
+        self._start = start
         self._processes = processes
-        self.start_again = start
+        self._losses = losses
         self.stderr = [LineForwarder(discard_lines, "", True)] * count
 
     def signal(self, number: signal.Signals) -> None:
@@ -76,8 +84,13 @@ class VirtualRole:
 
     signal_alone = signal
 
+    def start_again(self, rank: int) -> None:
+        """Another process in the place of one that was lost, after a while."""
+        time = self._processes.time
+        time.at(time.now_s + self._losses.restart_s, lambda: self._start(rank))
+
     def note_exit(self, rank: int) -> None:
-        """The others see it in the run directory."""
+        self.tell_exit(rank)
 
     def host_of(self, rank: int) -> str:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import queue
 import threading
 from collections import deque
@@ -57,11 +58,17 @@ class VirtualLock(_Entered):
             return True
         if not blocking:
             return False
-        fiber = self._time.current
+        time, fiber = self._time, self._time.current
+        end_s = math.inf if timeout < 0 else time.now_s + timeout
+        if timeout >= 0:
+            time.at(end_s, lambda: time.wake(fiber))
         self._waiting.append(fiber)
         try:
-            while self._owner is not me:
-                self._time.park("a lock")
+            while fiber in self._waiting:  # until it is handed over
+                if time.now_s >= end_s:
+                    self._waiting.remove(fiber)
+                    return False
+                time.park("a lock")
         except BaseException:
             self._give_up(fiber)
             raise
@@ -180,7 +187,7 @@ class VirtualQueue(Generic[T]):
         self._items.append(item)
         self._condition.notify_all()
 
-    def get(self, *, timeout: float | None) -> T:
+    def get(self, *, timeout: float | None = None) -> T:
         with self._condition:
             if not self._condition.wait_for(lambda: self._items, timeout):
                 raise queue.Empty
@@ -222,6 +229,9 @@ class VirtualClock:
 
     def Condition(self, lock: VirtualLock | None = None) -> VirtualCondition:
         return VirtualCondition(self._time, lock)
+
+    def Queue(self) -> VirtualQueue[Any]:
+        return VirtualQueue(self._time)
 
     def Event(self) -> VirtualEvent:
         return VirtualEvent(self._time)

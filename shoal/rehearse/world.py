@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -21,8 +22,12 @@ from shoal.comm.members.board import FileBoard, GroupMember
 from shoal.comm.members.meetings import open_meetings
 from shoal.comm.members.membership import GroupMembership
 from shoal.comm.tracing import Traced
+from shoal.coordinator.client import lease_ttl_s, open_coordinator
+from shoal.coordinator.service import CoordinatorService, Core
+from shoal.coordinator.store import Store
 from shoal.errors import BadInput, RunOver, StopTraining
-from shoal.launch.here.process_config import SINGLE_COPY
+from shoal.launch.here.coordinator import coordinated
+from shoal.launch.here.process_config import replication_of
 from shoal.launch.here.processes import ProcessExit, Role
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
 from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
@@ -37,7 +42,7 @@ from shoal.rehearse.network import VirtualNetwork
 from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
 from shoal.rehearse.processes import VirtualProcesses, VirtualRole
 from shoal.rehearse.random_state import RandomState
-from shoal.rehearse.sockets import VirtualSockets
+from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.threading_like import VirtualClock, VirtualQueue
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
@@ -47,12 +52,16 @@ from shoal.runtime.files import StepCount, scratch_folder
 from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, Trace, server_name
+from shoal.server.chain.node import ChainConsistency
+from shoal.server.member.place import ChainPlace
+from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from shoal.train.throughput import StepRecord
 
+_COORDINATOR = "virtual:coordinator"
 Train = Callable[[Job], Any]
 
 
@@ -97,10 +106,17 @@ class _Rehearsal:
         spec.strategy.require_built()
         self._layout = spec.strategy.layout(spec.workers)
         servers = spec.strategy.servers(spec.workers)
-        if term.server_replicas > 1:
-            raise BadInput(f"{spec.strategy}: a rehearsal has no copies of servers yet")
         losses = spec.losses
-        self._config = replace(RunConfig(), kill=losses.at_steps, restarts=losses.restarts or None)
+        restarts = losses.restarts or None
+        self._replication = replication_of(spec.strategy, spec.workers, restarts)
+        self._secret = secrets.token_bytes(32)
+        self._config = replace(
+            RunConfig(),
+            kill=losses.at_steps,
+            restarts=restarts,
+            secret=self._secret,
+            coordinator=_COORDINATOR if self._replication.is_on else None,
+        )
         check_faults(self._config, spec.workers, servers)
         self._tolerance = tolerance_of(spec.strategy, spec.workers, losses.restarts)
         self._may_lose = bool(losses) and self._tolerance is not None
@@ -119,7 +135,6 @@ class _Rehearsal:
         self._results: dict[int, Any] = {}
         self._recorders: list[Recorder] = []
         self._models: set[nn.Module] = set()
-        self._secret = secrets.token_bytes(32)
         self._said: list[str] = []
 
     def run(self) -> Rehearsed:
@@ -160,52 +175,50 @@ class _Rehearsal:
         run_dir, say, workers = self._run_dir, self._said.append, self.spec.workers
         servers = len(self.server_devices)
         self._events: VirtualQueue[Event] = VirtualQueue(self.time)
+        self.time.current.group = VirtualProcess("launcher", 0)
         self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
-        for index in range(servers):
-            self._start_server(index)
-        if not self.spec.strategy.starts_apart:
-            run_dir.mark(run_dir.all_joined)
-        for rank in range(workers):
-            self._start_worker(rank, 0)
         policy = LossPolicy(run_dir, workers, self._tolerance, say)
-        server_policy = ServerPolicy(servers, SINGLE_COPY, say, are_here=False)
-        hosts = self.network.cluster.nodes
-        self.spec.losses.begin(self.time, self._lose, hosts, self.spec.seed)
-        counts = (workers, servers)
-        supervisor = Supervisor(run_dir, policy, server_policy, say, *counts, events=self._events)
-        supervisor.run(
-            VirtualRole("worker", workers, self.processes, self._start_worker_again),
-            VirtualRole("server", servers, self.processes, self._start_server),
+        server_policy = self._server_policy = ServerPolicy(
+            servers, self._replication, say, are_here=False
         )
         write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
+        roles = (
+            VirtualRole("worker", workers, self._start_worker, self.processes, self.spec.losses),
+            VirtualRole("server", servers, self._start_server, self.processes, self.spec.losses),
+        )
+        with coordinated(self._replication, self._config, run_dir, say) as coordinator:
+            if self._replication.is_on:
+                CoordinatorService(Core(Store()), self._secret, [_COORDINATOR])
+                roles[1].tell_exit = lambda index: coordinator.server_exited(index, os.getpid())
+            self._listening = [clock.Event() for _ in range(servers)]
+            for index in range(servers):
+                self._start_server(index)
+            for listens in self._listening:
+                listens.wait()
+            if not self.spec.strategy.starts_apart:
+                run_dir.mark(run_dir.all_joined)
+            for rank in range(workers):
+                self._start_worker(rank)
+            server_policy.look = coordinator.watch(server_policy.see)
+            hosts = self.network.cluster.nodes
+            self.spec.losses.begin(self.time, self._lose, hosts, self.spec.seed)
+            told = (workers, servers)
+            supervisor = Supervisor(run_dir, policy, server_policy, say, *told, events=self._events)
+            supervisor.run(*roles)
         supervisor.result(workers, SignalEvents(self._events.put), write)
 
     def _start_server(self, index: int) -> None:
-        """It listens when this returns."""
-        listens = clock.Event()
-
-        def serve() -> int:
-            self._serve(index)
-            listens.set()
-            clock.Event().wait()  # until it is killed
-            return 0
-
-        name = f"server {index}"
+        self._server_policy.started(index, os.getpid())
         exited = partial(self._note_exit, "server", index)
-        self.processes.start(name, self.server_devices[index], serve, exited)
-        listens.wait()
+        body = partial(self._serve, index)
+        self.processes.start(f"server {index}", self.server_devices[index], body, exited)
 
-    def _start_worker_again(self, rank: int) -> None:
-        incarnation = self._run_dir.incarnation(rank)
-        moment_s = self.time.now_s + self.spec.losses.restart_s
-        self.time.at(moment_s, partial(self._start_worker, rank, incarnation))
-
-    def _start_worker(self, rank: int, incarnation: int) -> None:
+    def _start_worker(self, rank: int) -> None:
         def exited(status: int) -> None:
             self.exchange.lose(rank, is_lost=status != 0)
             self._note_exit("worker", rank, status)
 
-        body = partial(self._run_worker, rank, incarnation)
+        body = partial(self._run_worker, rank, self._run_dir.incarnation(rank))
         self.processes.start(f"worker {rank}", rank, body, exited, RandomState())
 
     def _note_exit(self, role: Role, rank: int, status: int) -> None:
@@ -223,15 +236,33 @@ class _Rehearsal:
         self.processes.kill(name)
         clock.check()
 
-    def _serve(self, index: int) -> None:
+    def _serve(self, index: int) -> int:
+        """Until it is ended."""
         has_exited = self._run_dir.has_exited if self._may_lose else None
-        server = Server(self._addresses[index], self._secret, has_exited)
+        chain = self._chain_of(index)
+        server = Server(self._addresses[index], self._secret, has_exited, chain=chain)
         server.host.takes_back = self._config.takes_back
         server.host.slowness = ServerPace(
             self.time, self.spec.times.apply_s, self.spec.slow_servers.get(index, 1.0)
         )
-        server.host.tracer = Recorder(server_name(index), 0)
+        place = (index,) if chain is None else (chain.place.shard, chain.place.copy)
+        server.host.tracer = Recorder(server_name(*place), 0)
         self._recorders.append(server.host.tracer)
+        self._listening[index].set()
+        clock.Event().wait()
+        return 0
+
+    def _chain_of(self, index: int) -> ChainSettings | None:
+        """The place of this server in the chain of its shard, as `server/main.py` makes it."""
+        copied = self._replication
+        if not copied.is_on:
+            return None
+        consistency: ChainConsistency = "eventual" if copied.consistency == "eventual" else "strong"
+        shard, copy = divmod(index, copied.replicas)
+        place = ChainPlace(shard, copy, copied.replicas, consistency)
+        coordinator, leases = (open_coordinator(self._config, place.in_words()) for _ in range(2))
+        ttl_s = lease_ttl_s(self._config)
+        return ChainSettings(place, dict(enumerate(self._addresses)), coordinator, ttl_s, leases)
 
     def _run_worker(self, rank: int, incarnation: int) -> int:
         """Its exit status; it writes why it has failed, for the launcher."""
@@ -277,7 +308,6 @@ class _Rehearsal:
         config = replace(
             self._config,
             servers=self._addresses or None,
-            secret=self._secret,
             host_id=f"node-{rank // devices}",
             strategy=str(spec.strategy),
             seed=spec.seed,
@@ -332,7 +362,7 @@ class _Rehearsal:
             "losses": record.values(),
             "group_bytes": tracer.sent.total,
         }
-        if self._may_lose:  # the launcher says how many steps a lost worker has missed
+        if spec.losses:  # the launcher says how many steps a lost worker has missed
             run_dir.write(run_dir.report(rank), report)
         run_dir.mark_finished(rank)
 

@@ -8,6 +8,7 @@ use: `clock.Lock()`, `clock.sleep(…)`.
 from __future__ import annotations
 
 import fcntl
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ Lock = threading.Lock
 Condition = threading.Condition
 Event = threading.Event
 Thread = threading.Thread
+Queue = queue.SimpleQueue
 monotonic = time.monotonic
 monotonic_ns = time.monotonic_ns
 sleep = time.sleep
@@ -29,7 +31,7 @@ def check() -> None:
 
 
 _TIME = ("monotonic", "monotonic_ns", "sleep")
-_NAMES = ("Lock", "Condition", "Event", "Thread", "lock_file", "check", *_TIME)
+_NAMES = ("Lock", "Condition", "Event", "Thread", "Queue", "lock_file", "check", *_TIME)
 
 
 @contextmanager
