@@ -82,12 +82,6 @@ Mtbf = Annotated[
     typer.Option(help="Lose hosts by chance: mean time between failures of any of them, as 8h."),
 ]
 Events = Annotated[Path | None, typer.Option(help="A file with moments of losses.")]
-Restarts = Annotated[
-    int,
-    typer.Option(
-        "--restart", min=0, max=30_000, help="Start lost workers again, so many times in all."
-    ),
-]
 RestartTime = Annotated[
     str, typer.Option(metavar="TIME", help="From a loss to the start of the next process.")
 ]
@@ -111,7 +105,7 @@ def rehearse(
     kill: Kill = None,
     mtbf: Mtbf = None,
     events: Events = None,
-    restart: Restarts = 0,
+    restart: options.Restart = None,
     restart_time: RestartTime = "10s",
     jitter: Jitter = None,
     until: Annotated[
@@ -216,7 +210,7 @@ class _Stage:
                 self.seed,
                 self.steps,
                 self.slow_servers,
-                self.losses,
+                losses=self.losses,
             )
             done = rehearse(train, spec)
         except BadInput as error:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import Solo
 from shoal.comm.members.elastic_group import ElasticGroup
-from shoal.comm.members.membership import GroupMembership
+from shoal.comm.members.membership import Generation, GroupMembership
 from shoal.rehearse.executor import Virtual, VirtualRanks
-
-if TYPE_CHECKING:
-    from shoal.comm.members.membership import Generation
-    from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.memfd import Exchange
 
 
 class VirtualElasticGroup(ElasticGroup):

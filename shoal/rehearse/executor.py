@@ -7,7 +7,7 @@ arrived. Those of a group follow each other; those of other groups, and messages
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -43,7 +43,6 @@ class VirtualWork:
         self.error: BaseException | None = None
         self.start_ns = round(time.now_s * 1e9)
         self.times: tuple[int, int] | None = None
-        self._finish: Callable[[], None] | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """The first end counts: a peer may have been lost meanwhile."""
@@ -86,7 +85,6 @@ class _GroupState:
     def abandon(self, is_lost: bool) -> None:
         """What needs a rank that is gone fails; where it has left, what it has begun is ended."""
         waiting = list(self.meetings.values())
-        self.meetings.clear()
         if is_lost:
             waiting += [*self.complete, *([self.under_way] if self.under_way else [])]
             self.complete.clear()
@@ -297,9 +295,3 @@ class Virtual(Executor):
         for child in filter(None, self._children):
             child.close()
         self._exchange.leave(self._key, self.rank)
-
-
-def world(exchange: VirtualRanks) -> list[Virtual]:
-    """An executor of all ranks, for each of them."""
-    ranks = range(len(exchange.devices))
-    return [Virtual(exchange, ranks, rank) for rank in ranks]

@@ -3,7 +3,7 @@
 --kill 2@50, server:1@50        when a worker begins step 50, as in a run (`runtime/faults.py`)
 --kill 2@90s, host:0@5min       at a moment of virtual time
 --mtbf 8h                       the hosts, by chance: a Poisson process of the seed
---events FILE                   [[event]] tables: at = "90s", what = "kill", who = "worker 2"
+--events FILE                   [[event]] tables: at = "90s", what = "kill", who = "host:0"
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime.wording import counted
 
 _AT_A_MOMENT = re.compile(r"(?:(server|host):)?([0-9]{1,6})@([^@]*[a-zµμ])")
-_WHO = re.compile(r"(worker|server|host) ([0-9]{1,6})")
 _MOST_EVENTS = 100_000
 
 
@@ -54,7 +53,7 @@ class Losses:
     at_steps: tuple[str, ...] = ()  # as `shoal run --kill` takes them
     at_moments: tuple[Loss, ...] = ()
     mtbf_s: float | None = None  # between failures of any host of the run
-    restarts: int = 0  # of workers, in all
+    restarts: int | None = None  # of workers, in all; None: of copies of servers alone
     restart_s: float = 0.0  # from the loss of a process to the start of the next
 
     def __bool__(self) -> bool:
@@ -83,32 +82,32 @@ class Losses:
 
 
 def read_losses(
-    kill: Sequence[str], mtbf: str | None, events: Path | None, restarts: int, restart_time: str
+    kill: Sequence[str],
+    mtbf: str | None,
+    events: Path | None,
+    restarts: int | None = None,
+    restart_time: str = "10s",
 ) -> Losses:
     """From the options of a command."""
-    moments = {text: match for text in kill if (match := _AT_A_MOMENT.fullmatch(text))}
-    found = [
-        Loss(parse_seconds(match[3]), match[1] or "worker", int(match[2]))
-        for match in moments.values()
-    ]
+    moments = [text for text in kill if _AT_A_MOMENT.fullmatch(text)]
+    at_steps = tuple(text for text in kill if text not in moments)
     mtbf_s = None if mtbf is None else parse_seconds(mtbf)
     if mtbf_s == 0:
         raise BadInput("--mtbf takes the mean time between failures, such as 8h, not 0")
-    at_steps = tuple(text for text in kill if text not in moments)
-    found += [] if events is None else _events_of(events)
+    found = [*map(_loss_of, moments), *(() if events is None else _events_of(events))]
     return Losses(at_steps, tuple(found), mtbf_s, restarts, parse_seconds(restart_time))
 
 
 def _events_of(file: Path) -> list[Loss]:
     try:
         found = msgspec.convert(read_toml(file), _Events).event
-    except msgspec.ValidationError as error:
+        return [_loss_of(f"{event.who}@{event.at}") for event in found]
+    except (msgspec.ValidationError, BadInput) as error:
         raise BadInput(f"{file}: {error}") from error
-    return [_loss_of(event, file) for event in found]
 
 
-def _loss_of(event: _Event, file: Path) -> Loss:
-    who = _WHO.fullmatch(event.who)
-    if who is None:
-        raise BadInput(f'{file}: who is "worker 2", "server 1" or "host 0", not {event.who[:40]!r}')
-    return Loss(parse_seconds(event.at), who[1], int(who[2]))
+def _loss_of(text: str) -> Loss:
+    match = _AT_A_MOMENT.fullmatch(text)
+    if match is None:
+        raise BadInput(f"a loss is of 2, server:1 or host:0, at 90s, not {text[:40]!r}")
+    return Loss(parse_seconds(match[3]), match[1] or "worker", int(match[2]))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from shoal.launch.here.output import LineForwarder, discard_lines
 from shoal.launch.here.processes import Role
-from shoal.rehearse.losses import Losses
 from shoal.rehearse.random_state import RandomState
 from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.virtual_time import VirtualTime
@@ -24,7 +23,7 @@ class VirtualProcesses:
     """Those that run, by their names: "worker 2", "server 1"."""
 
     def __init__(self, time: VirtualTime, sockets: VirtualSockets):
-        self.time = time
+        self._time = time
         self._sockets = sockets
         self.running: dict[str, VirtualProcess] = {}
 
@@ -38,7 +37,7 @@ class VirtualProcesses:
     ) -> None:
         """`body` returns its exit status; `exited` is called with it, however it ends."""
         process = self.running[name] = VirtualProcess(name, device, exited)
-        self.time.spawn(name, lambda: self._end(process, body()), worker, group=process)
+        self._time.spawn(name, lambda: self._end(process, body()), worker, group=process)
 
     def kill(self, name: str, status: int = KILLED) -> None:
         """As by a signal; no effect on one that has exited.
@@ -54,26 +53,20 @@ class VirtualProcesses:
             self.running.pop(process.name)
             self._sockets.end(process)
             process.exited(status)
-            self.time.end_group(process)
+            self._time.end_group(process)
 
 
 class VirtualRole:
     """The workers or the servers of a rehearsal, as a supervisor has those of a run."""
 
-    tell_exit: Callable[[int], None] = staticmethod(lambda rank: None)
-
     def __init__(
-        self,
-        role: Role,
-        count: int,
-        start: Callable[[int], None],
-        processes: VirtualProcesses,
-        losses: Losses,
+        self, role: Role, count: int, processes: VirtualProcesses, start: Callable[[int], None]
     ):
+        """`start(rank)`: another process in the place of one that was lost."""
         self._role = role
-        self._start = start
         self._processes = processes
-        self._losses = losses
+        self.start_again = start
+        self.note_exit: Callable[[int], None] = lambda rank: None
         self.stderr = [LineForwarder(discard_lines, "", True)] * count
 
     def signal(self, number: signal.Signals) -> None:
@@ -83,14 +76,6 @@ class VirtualRole:
             self._processes.kill(name, status)
 
     signal_alone = signal
-
-    def start_again(self, rank: int) -> None:
-        """Another process in the place of one that was lost, after a while."""
-        time = self._processes.time
-        time.at(time.now_s + self._losses.restart_s, lambda: self._start(rank))
-
-    def note_exit(self, rank: int) -> None:
-        self.tell_exit(rank)
 
     def host_of(self, rank: int) -> str:
         return ""

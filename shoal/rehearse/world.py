@@ -22,7 +22,6 @@ from shoal.comm.members.board import FileBoard, GroupMember
 from shoal.comm.members.meetings import open_meetings
 from shoal.comm.members.membership import GroupMembership
 from shoal.comm.tracing import Traced
-from shoal.coordinator.client import lease_ttl_s, open_coordinator
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput, RunOver, StopTraining
@@ -46,15 +45,13 @@ from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.threading_like import VirtualClock, VirtualQueue
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
-from shoal.runtime.config import RunConfig
+from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.faults import check_faults, faults_of
 from shoal.runtime.files import StepCount, scratch_folder
 from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, Trace, server_name
-from shoal.server.chain.node import ChainConsistency
-from shoal.server.member.place import ChainPlace
-from shoal.server.member.start import ChainSettings
+from shoal.server.main import chain_settings
 from shoal.server.process.server import Server
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
@@ -104,18 +101,14 @@ class _Rehearsal:
         self.spec = spec
         term: Any = spec.strategy.sync_for(spec.workers)
         spec.strategy.require_built()
-        self._layout = spec.strategy.layout(spec.workers)
+        spec.strategy.layout(spec.workers)
         servers = spec.strategy.servers(spec.workers)
         losses = spec.losses
-        restarts = losses.restarts or None
-        self._replication = replication_of(spec.strategy, spec.workers, restarts)
         self._secret = secrets.token_bytes(32)
+        config = RunConfig(kill=losses.at_steps, restarts=losses.restarts, secret=self._secret)
+        self._replication = replication_of(spec.strategy, spec.workers, losses.restarts)
         self._config = replace(
-            RunConfig(),
-            kill=losses.at_steps,
-            restarts=restarts,
-            secret=self._secret,
-            coordinator=_COORDINATOR if self._replication.is_on else None,
+            config, coordinator=_COORDINATOR if self._replication.is_on else None
         )
         check_faults(self._config, spec.workers, servers)
         self._tolerance = tolerance_of(spec.strategy, spec.workers, losses.restarts)
@@ -178,18 +171,20 @@ class _Rehearsal:
         self.time.current.group = VirtualProcess("launcher", 0)
         self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
         policy = LossPolicy(run_dir, workers, self._tolerance, say)
-        server_policy = self._server_policy = ServerPolicy(
-            servers, self._replication, say, are_here=False
-        )
+        self._server_policy = ServerPolicy(servers, self._replication, say, are_here=False)
         write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
+        restart_s = self.spec.losses.restart_s
+        later = lambda start, rank: self.time.at(  # noqa: E731
+            self.time.now_s + restart_s, partial(start, rank)
+        )
         roles = (
-            VirtualRole("worker", workers, self._start_worker, self.processes, self.spec.losses),
-            VirtualRole("server", servers, self._start_server, self.processes, self.spec.losses),
+            VirtualRole("worker", workers, self.processes, partial(later, self._start_worker)),
+            VirtualRole("server", servers, self.processes, partial(later, self._start_server)),
         )
         with coordinated(self._replication, self._config, run_dir, say) as coordinator:
             if self._replication.is_on:
                 CoordinatorService(Core(Store()), self._secret, [_COORDINATOR])
-                roles[1].tell_exit = lambda index: coordinator.server_exited(index, os.getpid())
+                roles[1].note_exit = lambda index: coordinator.server_exited(index, os.getpid())
             self._listening = [clock.Event() for _ in range(servers)]
             for index in range(servers):
                 self._start_server(index)
@@ -199,11 +194,11 @@ class _Rehearsal:
                 run_dir.mark(run_dir.all_joined)
             for rank in range(workers):
                 self._start_worker(rank)
-            server_policy.look = coordinator.watch(server_policy.see)
+            self._server_policy.look = coordinator.watch(self._server_policy.see)
             hosts = self.network.cluster.nodes
             self.spec.losses.begin(self.time, self._lose, hosts, self.spec.seed)
-            told = (workers, servers)
-            supervisor = Supervisor(run_dir, policy, server_policy, say, *told, events=self._events)
+            told = (run_dir, policy, self._server_policy, say, workers, servers)
+            supervisor = Supervisor(*told, events=self._events)
             supervisor.run(*roles)
         supervisor.result(workers, SignalEvents(self._events.put), write)
 
@@ -238,31 +233,21 @@ class _Rehearsal:
 
     def _serve(self, index: int) -> int:
         """Until it is ended."""
-        has_exited = self._run_dir.has_exited if self._may_lose else None
-        chain = self._chain_of(index)
-        server = Server(self._addresses[index], self._secret, has_exited, chain=chain)
+        copied, address, run_dir = self._replication, self._addresses[index], self._run_dir
+        place = ServerConfig(index, address, None, None, copied.replicas, copied.consistency)
+        chain = chain_settings(replace(self._config, server=place), run_dir)
+        has_exited = run_dir.has_exited if self._may_lose else None
+        server = Server(address, self._secret, has_exited, chain=chain)
         server.host.takes_back = self._config.takes_back
         server.host.slowness = ServerPace(
             self.time, self.spec.times.apply_s, self.spec.slow_servers.get(index, 1.0)
         )
-        place = (index,) if chain is None else (chain.place.shard, chain.place.copy)
-        server.host.tracer = Recorder(server_name(*place), 0)
+        number = (index,) if chain is None else (place.shard, place.replica)
+        server.host.tracer = Recorder(server_name(*number), 0)
         self._recorders.append(server.host.tracer)
         self._listening[index].set()
         clock.Event().wait()
         return 0
-
-    def _chain_of(self, index: int) -> ChainSettings | None:
-        """The place of this server in the chain of its shard, as `server/main.py` makes it."""
-        copied = self._replication
-        if not copied.is_on:
-            return None
-        consistency: ChainConsistency = "eventual" if copied.consistency == "eventual" else "strong"
-        shard, copy = divmod(index, copied.replicas)
-        place = ChainPlace(shard, copy, copied.replicas, consistency)
-        coordinator, leases = (open_coordinator(self._config, place.in_words()) for _ in range(2))
-        ttl_s = lease_ttl_s(self._config)
-        return ChainSettings(place, dict(enumerate(self._addresses)), coordinator, ttl_s, leases)
 
     def _run_worker(self, rank: int, incarnation: int) -> int:
         """Its exit status; it writes why it has failed, for the launcher."""
@@ -321,10 +306,8 @@ class _Rehearsal:
             faults = replace(faults, end_worker=end_worker, end_server=end_server)
         meetings, elastic_sum = None, None
         if self._may_lose and not spec.strategy.is_elastic:
-            file, comes_back = run_dir.meetings(0), self._comes_back
-            meetings, elastic_sum = open_meetings(
-                file, run_dir, me, spec.workers, comes_back, math.inf
-            )
+            where = (run_dir.meetings(0), run_dir, me, spec.workers)
+            meetings, elastic_sum = open_meetings(*where, self._comes_back, math.inf)
         step_count = StepCount(run_dir.steps(rank)) if self._may_lose else None
         self._stack.callback(step_count.close if step_count else int)
         local_size = min(devices, spec.workers - rank // devices * devices)

@@ -38,10 +38,6 @@ _FORMS: dict[Option, tuple[str, str]] = {  # each with an example
 _MOST = 1000  # times slower
 
 
-def _end_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _end_server(run_dir: RunDir, server: int) -> None:
     pid = run_dir.read_server_pid(server)
     with suppress(ProcessLookupError):
@@ -57,7 +53,7 @@ class Faults:
     kill_at: int | None = None  # or the next step that it computes: a sync may skip steps
     run_dir: RunDir | None = None
     server_kills: Kills = ()
-    end_worker: Callable[[], None] = _end_this_process
+    end_worker: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
     end_server: Callable[[RunDir, int], None] = _end_server
 
     def kill(self, step: int) -> None:

@@ -44,7 +44,7 @@ def training(**options: Any) -> Train:
 def lossy(strategy: str, *kill: str, workers: int = 4, **options: Any) -> Rehearsed:
     """A rehearsal that loses workers at steps."""
     more = {name: options.pop(name) for name in ("restarts", "restart_s") if name in options}
-    losses = options.pop("losses", None) or Losses(kill, **more)
+    losses = options.pop("losses", Losses(kill, **more))
     return rehearsed(options.pop("train", training()), strategy, workers, losses=losses, **options)
 
 
@@ -207,13 +207,12 @@ def test_what_is_named_has_to_be_there() -> None:
 
 
 def reading(kill: list[str], events: Path | None = None, mtbf: str | None = None) -> Losses:
-    return read_losses(kill, mtbf, events, 0, "10s")
+    return read_losses(kill, mtbf, events)
 
 
 def test_options_are_read(tmp_path: Path) -> None:
     (tmp_path / "events.toml").write_text(
-        '[[event]]\nat = "90s"\nwho = "worker 2"\n[[event]]\nat = "1h"\nwhat = "kill"\n'
-        'who = "host 0"\n'
+        '[[event]]\nat = "90s"\nwho = "2"\n[[event]]\nat = "1h"\nwhat = "kill"\nwho = "host:0"\n'
     )
     found = reading(["2@50", "server:1@5min"], tmp_path / "events.toml", "8h")
     assert found.at_steps == ("2@50",)
@@ -225,10 +224,11 @@ def test_options_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('[[event]]\nat = "90s"\nwho = "worker two"\n', 'who is "worker 2"'),
-        ('[[event]]\nat = "90s"\nwho = "worker 2"\nwhen = 3\n', "when"),
-        ('[[event]]\nat = "90"\nwho = "worker 2"\nwhat = "pause"\n', "pause"),
-        ('[[event]]\nat = "soon"\nwho = "worker 2"\n', "not a time"),
+        ('[[event]]\nat = "90s"\nwho = "two"\n', "not 'two@90s'"),
+        ('[[event]]\nat = "90"\nwho = "2"\n', "not '2@90'"),
+        ('[[event]]\nat = "90s"\nwho = "2"\nwhen = 3\n', "when"),
+        ('[[event]]\nat = "90s"\nwho = "2"\nwhat = "pause"\n', "pause"),
+        ('[[event]]\nat = "soon"\nwho = "2"\n', "not a time"),
         ("[[event]\n", "not TOML"),
     ],
 )

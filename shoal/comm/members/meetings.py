@@ -18,14 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.comm.members.board import (
-    Board,
-    CallResults,
-    Document,
-    FileBoard,
-    GroupMember,
-    Key,
-)
+from shoal.comm.members.board import Board, CallResults, Document, FileBoard, GroupMember, Key
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
