@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -40,9 +40,6 @@ from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.runtime.faults import read_kills, read_slow
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
-
-if TYPE_CHECKING:
-    from shoal.rehearse.losses import Losses
 
 Jitter = Annotated[
     float | None,
@@ -172,7 +169,7 @@ class _Stage:
     uneven: Unevenness
     slow_servers: dict[int, float]
     seed: int
-    losses: Losses
+    losses: Any
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
     spans: Any = None  # of the latest

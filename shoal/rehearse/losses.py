@@ -25,7 +25,6 @@ from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime.wording import counted
 
 _AT_A_MOMENT = re.compile(r"(?:(server|host):)?([0-9]{1,6})@([^@]*[a-zµμ])")
-_MOST_EVENTS = 100_000
 
 
 class Loss(NamedTuple):
@@ -43,7 +42,7 @@ class _Event(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Events(msgspec.Struct, forbid_unknown_fields=True):
-    event: Annotated[list[_Event], msgspec.Meta(max_length=_MOST_EVENTS)]
+    event: Annotated[list[_Event], msgspec.Meta(max_length=100_000)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -222,6 +223,7 @@ class VirtualClock:
         self._time = time
         self.sleep = time.sleep
         self.check = time.check
+        self.Queue = partial(VirtualQueue[Any], time)
         self.Thread = type("Thread", (VirtualThread,), {"time": time})
 
     def Lock(self) -> VirtualLock:
@@ -229,9 +231,6 @@ class VirtualClock:
 
     def Condition(self, lock: VirtualLock | None = None) -> VirtualCondition:
         return VirtualCondition(self._time, lock)
-
-    def Queue(self) -> VirtualQueue[Any]:
-        return VirtualQueue(self._time)
 
     def Event(self) -> VirtualEvent:
         return VirtualEvent(self._time)

@@ -28,7 +28,7 @@ from shoal.errors import BadInput, RunOver, StopTraining
 from shoal.launch.here.coordinator import coordinated
 from shoal.launch.here.process_config import replication_of
 from shoal.launch.here.processes import ProcessExit, Role
-from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
+from shoal.launch.here.supervisor import SignalEvents, Supervisor
 from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, tolerance_of
@@ -42,7 +42,7 @@ from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
 from shoal.rehearse.processes import VirtualProcesses, VirtualRole
 from shoal.rehearse.random_state import RandomState
 from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
-from shoal.rehearse.threading_like import VirtualClock, VirtualQueue
+from shoal.rehearse.threading_like import VirtualClock
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig, ServerConfig
@@ -106,6 +106,8 @@ class _Rehearsal:
         losses = spec.losses
         self._secret = secrets.token_bytes(32)
         config = RunConfig(kill=losses.at_steps, restarts=losses.restarts, secret=self._secret)
+        if losses and term.needs_one_host:  # memory that those who come back share, too, shows it
+            config = replace(config, start=spec.workers)
         self._replication = replication_of(spec.strategy, spec.workers, losses.restarts)
         self._config = replace(
             config, coordinator=_COORDINATOR if self._replication.is_on else None
@@ -167,7 +169,7 @@ class _Rehearsal:
         """What a launcher does: start all, and decide what follows from each exit."""
         run_dir, say, workers = self._run_dir, self._said.append, self.spec.workers
         servers = len(self.server_devices)
-        self._events: VirtualQueue[Event] = VirtualQueue(self.time)
+        self._events: Any = clock.Queue()
         self.time.current.group = VirtualProcess("launcher", 0)
         self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
         policy = LossPolicy(run_dir, workers, self._tolerance, say)
@@ -190,8 +192,7 @@ class _Rehearsal:
                 self._start_server(index)
             for listens in self._listening:
                 listens.wait()
-            if not self.spec.strategy.starts_apart:
-                run_dir.mark(run_dir.all_joined)
+            run_dir.mark(run_dir.all_joined)
             for rank in range(workers):
                 self._start_worker(rank)
             self._server_policy.look = coordinator.watch(self._server_policy.see)

@@ -25,6 +25,7 @@ DATA = samples(96)
 STEPS = 12
 AVERAGES = ["localsgd(every=2, elastic=True)", "gossip(elastic=True)"]
 ELASTIC = ["ddp(elastic=True)", *(f"zero({stage}, elastic=True)" for stage in (1, 2, 3))]
+IN_MEMORY = ["hogwild", 'gossip(mode="async")']
 RELAXED = ['ps(mode="async")', "ps(quorum=0.75)", "ps(staleness=1)", "ps(quorum=3, servers=2)"]
 
 
@@ -69,8 +70,8 @@ def test_the_others_go_on_and_the_end_says_who_is_missing(strategy: str) -> None
     assert all(report["steps"] == STEPS for report in found.reports)
 
 
-@pytest.mark.parametrize("strategy", ['ps(mode="async")', "ps(quorum=3)", *ELASTIC[:2], *AVERAGES])
-@pytest.mark.parametrize("kill", ["0@0", "1@1", "3@12"])
+@pytest.mark.parametrize("strategy", [*RELAXED[:2], *ELASTIC[:2], *AVERAGES, *IN_MEMORY])
+@pytest.mark.parametrize("kill", ["0@0", "1@1", "3@9"])
 def test_a_worker_may_be_lost_at_any_step(strategy: str, kill: str) -> None:
     found = lossy(strategy, kill)
     assert finished(found) == [rank for rank in range(4) if rank != int(kill[0])]
@@ -121,7 +122,7 @@ def test_one_that_comes_too_late_is_told() -> None:
     assert any("came back too late, when the others had finished" in line for line in found.said)
 
 
-@pytest.mark.parametrize("strategy", [*RELAXED[:2], ELASTIC[0], ELASTIC[3], *AVERAGES])
+@pytest.mark.parametrize("strategy", [*RELAXED[:2], ELASTIC[0], ELASTIC[3], *AVERAGES, *IN_MEMORY])
 def test_the_same_losses_give_the_same_bits_and_seconds(strategy: str) -> None:
     uneven = Unevenness(Noise(jitter=0.2), seed=5, slow={3: 2.0})
     losses = Losses(("2@4",), (Loss(0.05, "worker", 0),), restarts=2, restart_s=0.02)

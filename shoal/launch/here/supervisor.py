@@ -43,14 +43,6 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 Event = ProcessExit | signal.Signals | JoinRequest | Exception
 
 
-class Events(Protocol):
-    """A queue of them, in the time of the machine or in a virtual one."""
-
-    def put(self, event: Event, /) -> None: ...
-    def get(self, *, timeout: float | None) -> Event: ...
-    def empty(self) -> bool: ...
-
-
 class Supervised(Protocol):
     """The processes of a role, wherever they run."""
 
@@ -110,7 +102,7 @@ class Supervisor:
     workers: int  # that were started
     servers: int = 0
     grace_s: float = 30.0  # for workers after SIGTERM
-    events: Events = field(default_factory=queue.SimpleQueue[Event])
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     note_state: Callable[[int, str], None] = lambda rank, state: None  # of a worker, for the table
     exits: list[ProcessExit] = field(default_factory=list)
     failed: list[ProcessExit] = field(default_factory=list)  # those of `exits` that end the run
