@@ -1,0 +1,252 @@
+"""Runs a scenario, and judges how it ended."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from shoal.cluster import Noise
+from shoal.cluster.presets import load_cluster
+from shoal.errors import ShoalError
+from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.rehearse import world
+from shoal.rehearse.world import RehearsalSpec, Train, rehearse
+from shoal.strategy.strategy import as_strategy
+from shoal.train.checkpoints import files
+from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime
+from tests.rehearse.faults.scenario import Jitter, Kind, Scenario, Slow
+from tests.rehearse.faults.training import (
+    Record,
+    counts_from_log,
+    divisors_from_log,
+    pushes_in_log,
+    recording,
+    train,
+)
+from tests.rehearse.worlds import CLUSTER, TIMES
+
+SINGLE = Kind("single", "equal", (1,))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`ending`: equal, bits, counted, finite, or a sentence; else what is wrong."""
+
+    seed: int
+    ending: str
+    said: str = ""  # the sentence, or what is wrong
+    seconds: float = 0.0  # virtual
+    broken: int = 0  # connections
+    is_good: bool = True
+
+
+class Wrong(Exception):
+    """How a run ended is not one of the ways that are allowed."""
+
+
+class FaultyRehearsal(world._Rehearsal):
+    """A rehearsal on a network, and with processes, that a scenario disturbs."""
+
+    time: DisturbedTime
+
+    def __init__(self, train: Train, spec: RehearsalSpec, scenario: Scenario):
+        with mock.patch.object(world, "VirtualTime", DisturbedTime):
+            super().__init__(train, spec)
+        self.disturbance = Disturbance(scenario, self.time)
+        self.network.faults = self.disturbance
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Run it, and judge it; raises nothing."""
+    outcome = Outcome(scenario.seed, "wrong", is_good=False)
+    try:
+        with _nothing_left(), tempfile.TemporaryDirectory() as folder:
+            outcome = _run(scenario, Path(folder) / "saved")
+    except Wrong as wrong:
+        return replace(outcome, ending="wrong", said=str(wrong), is_good=False)
+    except Exception as error:
+        shown = "".join(traceback.format_exception(error))
+        return replace(outcome, ending="traceback", said=shown, is_good=False)
+    return outcome
+
+
+def _run(scenario: Scenario, folder: Path) -> Outcome:
+    record = Record()
+    spec = _spec_of(scenario)
+    rehearsal = FaultyRehearsal(partial(train, scenario, record, folder), spec, scenario)
+    ending, said = "", ""
+    with recording(record):
+        try:
+            rehearsal.run()
+        except ShoalError as error:
+            ending, said = "sentence", str(error)
+    time = rehearsal.time
+    if time.is_too_long or "the rehearsal hangs" in said:
+        return Outcome(scenario.seed, "hang", said, time.now_s, is_good=False)
+    if ending:
+        if not scenario.may_fail or "\n" in said:
+            raise Wrong(f"ends with an error that these faults do not allow: {said}")
+    else:
+        ending = check(scenario, record)
+    check_saved(scenario, record, folder, is_over=ending != "sentence")
+    return Outcome(scenario.seed, ending, said, time.now_s, rehearsal.disturbance.broken)
+
+
+def _spec_of(scenario: Scenario) -> RehearsalSpec:
+    slow = {fault.name: fault.factor for fault in scenario.faults if isinstance(fault, Slow)}
+    workers = {rank: slow.get(f"rank {rank}", 1.0) for rank in range(scenario.workers)}
+    noise = [Noise(f.deviation) for f in scenario.faults if isinstance(f, Jitter)]
+    return RehearsalSpec(
+        as_strategy(scenario.kind.strategy),
+        scenario.workers,
+        load_cluster(CLUSTER),
+        TIMES,
+        Unevenness(noise[0] if noise else Noise(), scenario.seed, workers),
+        seed=scenario.seed % 7,  # few references
+        slow_servers={0: slow.get("server 0", 1.0)},
+    )
+
+
+# ---------------------------------------------------------------------- how it may end
+
+
+def check(scenario: Scenario, record: Record) -> str:
+    """The name of the ending; Wrong if it is none that the rule of the strategy allows."""
+    every = [*record.full.values(), *record.weights.values()]
+    if not all(bool(torch.isfinite(weights).all()) for weights in every):
+        raise Wrong("weights are not finite")
+    if len(record.full) != scenario.workers:
+        raise Wrong(f"{len(record.full)} of {scenario.workers} workers have ended")
+    rule = scenario.kind.rule
+    if rule == "log":
+        return _check_log(scenario, record)
+    if rule == "equal":
+        return _check_equal(scenario, record)
+    if rule == "mean" and scenario.model == "counts":
+        _check_mean(scenario, record)
+        return "equal"
+    return "finite"
+
+
+def _check_equal(scenario: Scenario, record: Record) -> str:
+    reference = _reference(_alone(scenario))
+    single = reference.full[0]
+    if scenario.kind.is_split:
+        _check_close("losses", torch.tensor(record.losses[0]), torch.tensor(reference.losses[0]))
+        return "equal"
+    for rank, weights in record.full.items():
+        if not torch.equal(weights, record.full[0]):
+            raise Wrong(f"rank {rank} has other weights than rank 0")
+        _check_close(f"weights of rank {rank}", weights, single)
+    if not scenario.exact:
+        return "equal"
+    if not torch.equal(record.full[0], single):
+        raise Wrong("with exact=True the weights are not the bits of one device")
+    return "bits"
+
+
+def _check_mean(scenario: Scenario, record: Record) -> None:
+    single = _reference(_alone(scenario)).full[0]
+    mean = torch.stack(list(record.full.values())).mean(0)
+    _check_close("mean weights of all workers", mean, single)
+
+
+def _check_close(what: str, found: Tensor, expected: Tensor) -> None:
+    if found.shape != expected.shape:
+        raise Wrong(f"{what}: {tuple(found.shape)}, and one device has {tuple(expected.shape)}")
+    if not torch.allclose(found, expected, rtol=1e-3, atol=2e-4):
+        far = float((found - expected).abs().max())
+        raise Wrong(f"{what}: up to {far:.3g} from those of one device")
+
+
+def _check_log(scenario: Scenario, record: Record) -> str:
+    """Every gradient that was computed counts as often as the rule says: once, or not at all."""
+    pushes = pushes_in_log(record)
+    for worker_and_step, verdicts in pushes.items():
+        if len(verdicts) > 1:
+            raise Wrong(f"the push of (worker, step) {worker_and_step} counts as {verdicts}")
+    if pushes.keys() != record.trained.keys():
+        differing = sorted(pushes.keys() ^ record.trained.keys())
+        raise Wrong(f"computed and not decided, or the other way round: {differing[:8]}")
+    told = Counter((ack.worker, ack.step) for ack in record.acks)
+    if told != Counter(dict.fromkeys(pushes, 1)):
+        raise Wrong(f"acknowledgements of (worker, step): {told}")
+    for ack in record.acks:
+        if ack.verdict not in ("again", *pushes[ack.worker, ack.step]):
+            raise Wrong(f"{ack}, and the log says {pushes[ack.worker, ack.step]}")
+    for divisor, share in divisors_from_log(record):
+        expected = share if "quorum" in scenario.kind.strategy else 1.0
+        if abs(divisor - expected) > 1e-5:
+            raise Wrong(f"an update of {share:.4f} of a batch is divided by {divisor:.4f}")
+    expected_counts = counts_from_log(scenario, record).float()
+    for rank, weights in record.full.items():
+        if not torch.allclose(weights, expected_counts, rtol=1e-4, atol=1e-4):
+            far = float((weights - expected_counts).abs().max())
+            raise Wrong(f"weights of rank {rank}: up to {far:.3g} from those of the log")
+    return "counted"
+
+
+def check_saved(scenario: Scenario, record: Record, folder: Path, is_over: bool) -> None:
+    """The checkpoint is the latest one that was saved, and nothing else is in its folder."""
+    if not scenario.saves or not folder.exists():
+        return
+    left = [each.name for each in folder.iterdir() if each.name.startswith("saving-")]
+    if left:
+        raise Wrong(f"saving has left {left}")
+    if record.saved_steps and is_over:
+        steps = files.read(folder).document["steps"]
+        if steps != record.saved_steps[-1]:
+            raise Wrong(f"the checkpoint is of step {steps}, not {record.saved_steps[-1]}")
+
+
+# ---------------------------------------------------------------------- references
+
+
+def _alone(scenario: Scenario) -> Scenario:
+    """The same training on one device, without faults."""
+    return replace(
+        scenario,
+        seed=scenario.seed % 7,
+        kind=SINGLE,
+        workers=1,
+        microbatches=scenario.microbatches if scenario.exact else 1,
+        saves=False,
+        faults=(),
+    )
+
+
+@lru_cache(maxsize=500)
+def _reference(scenario: Scenario) -> Record:
+    record = Record()
+    rehearse(partial(train, scenario, record, Path()), _spec_of(scenario))
+    return record
+
+
+# ---------------------------------------------------------------------- what is left behind
+
+
+@contextmanager
+def _nothing_left() -> Iterator[None]:
+    """Wrong if the block leaves threads or open files behind."""
+    threads, opened = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10.0)
+        if thread.is_alive():
+            raise Wrong(f"thread {thread.name} is left")
+    if (now := len(os.listdir("/proc/self/fd"))) > opened:
+        raise Wrong(f"{now - opened} open files are left")
