@@ -87,7 +87,8 @@ class Disturbance:
         breaks = self._breaks
         if breaks is None or not self._left:
             return
-        if here.place.name.startswith("server") and not breaks.of_servers:
+        is_of_server = self._time.current.name.startswith(("shoal-serve", "shoal-follow"))
+        if is_of_server and not breaks.of_servers:
             return
         if self._random.random() < 0.6:
             self._left -= 1

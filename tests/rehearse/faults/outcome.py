@@ -8,8 +8,7 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -67,19 +66,28 @@ class FaultyRehearsal(world._Rehearsal):
             super().__init__(train, spec)
         self.disturbance = Disturbance(scenario, self.time)
         self.network.faults = self.disturbance
+        self.errors: list[Exception] = []  # of workers
+
+    def _work(self, rank: int, incarnation: int) -> None:
+        try:
+            super()._work(rank, incarnation)
+        except Exception as error:
+            self.errors.append(error)
+            raise
 
 
 def run(scenario: Scenario) -> Outcome:
     """Run it, and judge it; raises nothing."""
-    outcome = Outcome(scenario.seed, "wrong", is_good=False)
+    before = _Left()
     try:
-        with _nothing_left(), tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:
             outcome = _run(scenario, Path(folder) / "saved")
+        before.check(may_be_killed=outcome.ending == "sentence")
     except Wrong as wrong:
-        return replace(outcome, ending="wrong", said=str(wrong), is_good=False)
+        return Outcome(scenario.seed, "wrong", str(wrong), is_good=False)
     except Exception as error:
         shown = "".join(traceback.format_exception(error))
-        return replace(outcome, ending="traceback", said=shown, is_good=False)
+        return Outcome(scenario.seed, "traceback", shown, is_good=False)
     return outcome
 
 
@@ -94,8 +102,13 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
         except ShoalError as error:
             ending, said = "sentence", str(error)
     time = rehearsal.time
-    if time.is_too_long or "the rehearsal hangs" in said:
+    for error in rehearsal.errors:
+        if not isinstance(error, ShoalError):
+            raise error
+    if "the rehearsal hangs" in said:
         return Outcome(scenario.seed, "hang", said, time.now_s, is_good=False)
+    if rehearsal.errors:
+        said = str(rehearsal.errors[0])
     if ending:
         if not scenario.may_fail or "\n" in said:
             raise Wrong(f"ends with an error that these faults do not allow: {said}")
@@ -107,7 +120,7 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
 
 def _spec_of(scenario: Scenario) -> RehearsalSpec:
     slow = {fault.name: fault.factor for fault in scenario.faults if isinstance(fault, Slow)}
-    workers = {rank: slow.get(f"rank {rank}", 1.0) for rank in range(scenario.workers)}
+    workers = {rank: slow.get(f"worker {rank}", 1.0) for rank in range(scenario.workers)}
     noise = [Noise(f.deviation) for f in scenario.faults if isinstance(f, Jitter)]
     return RehearsalSpec(
         as_strategy(scenario.kind.strategy),
@@ -125,8 +138,7 @@ def _spec_of(scenario: Scenario) -> RehearsalSpec:
 
 def check(scenario: Scenario, record: Record) -> str:
     """The name of the ending; Wrong if it is none that the rule of the strategy allows."""
-    every = [*record.full.values(), *record.weights.values()]
-    if not all(bool(torch.isfinite(weights).all()) for weights in every):
+    if not all(bool(torch.isfinite(weights).all()) for weights in record.full.values()):
         raise Wrong("weights are not finite")
     if len(record.full) != scenario.workers:
         raise Wrong(f"{len(record.full)} of {scenario.workers} workers have ended")
@@ -238,15 +250,31 @@ def _reference(scenario: Scenario) -> Record:
 # ---------------------------------------------------------------------- what is left behind
 
 
-@contextmanager
-def _nothing_left() -> Iterator[None]:
-    """Wrong if the block leaves threads or open files behind."""
-    threads, opened = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    yield
-    gc.collect()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(10.0)
-        if thread.is_alive():
-            raise Wrong(f"thread {thread.name} is left")
-    if (now := len(os.listdir("/proc/self/fd"))) > opened:
-        raise Wrong(f"{now - opened} open files are left")
+class _Left:
+    """What there is before a run, to see what it leaves behind."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._files = _open_files()
+
+    def check(self, may_be_killed: bool) -> None:
+        """Wrong if threads or open files are left; those of a killed process end with it."""
+        gc.collect()
+        for thread in set(threading.enumerate()) - self._threads:
+            thread.join(10.0)
+            if thread.is_alive():
+                raise Wrong(f"thread {thread.name} is left")
+        left = {number: file for number, file in _open_files().items() if number not in self._files}
+        if left and not may_be_killed:
+            raise Wrong(f"open files are left: {', '.join(left.values())}")
+        for number in left:
+            os.close(number)
+
+
+def _open_files() -> dict[int, str]:
+    """By descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found

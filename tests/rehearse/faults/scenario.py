@@ -213,7 +213,7 @@ def draw(seed: int) -> Scenario:
         workers,
         model,
         samples=drawn.randrange(9, 30),
-        batch=drawn.choice((4, 5, 7, 8)),
+        batch=drawn.choice((5, 7, 8)),
         epochs=drawn.randrange(1, 4),
         optimizer=optimizer,  # type: ignore[arg-type]
         clip_norm=0.5 if clips else None,
@@ -227,7 +227,7 @@ def draw(seed: int) -> Scenario:
 
 def names_of(scenario: Scenario) -> list[str]:
     """Processes that can be stopped or slow."""
-    ranks = [f"rank {rank}" for rank in range(scenario.workers)]
+    ranks = [f"worker {rank}" for rank in range(scenario.workers)]
     is_apart = scenario.kind.has_servers and "placement" not in scenario.kind.strategy
     return [*ranks, "server 0"] if is_apart else ranks
 

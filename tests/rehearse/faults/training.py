@@ -81,8 +81,7 @@ class Record:
     acks: list[Acknowledged] = field(default_factory=list)
     log: list[messages.Decision] = field(default_factory=list)  # of the leader
     losses: dict[int, list[float]] = field(default_factory=dict)  # by worker
-    weights: dict[int, Tensor] = field(default_factory=dict)  # ... at the end, its own
-    full: dict[int, Tensor] = field(default_factory=dict)  # ... what would be saved
+    full: dict[int, Tensor] = field(default_factory=dict)  # ... weights that would be saved
     saved_steps: list[int] = field(default_factory=list)
     refused_saves: int = 0
 
@@ -123,13 +122,14 @@ def train(scenario: Scenario, record: Record, folder: Path, job: Job) -> None:
             losses.append(float(value))
         if scenario.saves:
             _save(scenario, record, folder, job, epoch)
-    record.weights[rank] = _weights_of(step.model)
     with step.sync.full_weights():
         record.full[rank] = _weights_of(step.model)
 
 
 def _weights_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    """Those that are here, of a pipeline."""
+    held = [p.detach().flatten() for p in model.parameters() if p.device.type != "meta"]
+    return torch.cat(held).clone()
 
 
 def _save(scenario: Scenario, record: Record, folder: Path, job: Job, number: int) -> None:
