@@ -7,7 +7,6 @@ import os
 import tempfile
 import threading
 import traceback
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -22,18 +21,21 @@ from shoal.cluster.presets import load_cluster
 from shoal.errors import ShoalError
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.rehearse import world
+from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.world import RehearsalSpec, Train, rehearse
+from shoal.runtime import clock
 from shoal.strategy.strategy import as_strategy
 from shoal.train.checkpoints import files
 from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime
-from tests.rehearse.faults.scenario import Jitter, Kind, Scenario, Slow
+from tests.rehearse.faults.scenario import Jitter, Kind, Restarts, Scenario, Slow
 from tests.rehearse.faults.training import (
     Record,
     counts_from_log,
-    divisors_from_log,
-    pushes_in_log,
+    pushes_in,
     recording,
     train,
+    updates_of,
+    whole_log,
 )
 from tests.rehearse.worlds import CLUSTER, TIMES
 
@@ -72,6 +74,7 @@ class FaultyRehearsal(world._Rehearsal):
         try:
             super()._work(rank, incarnation)
         except Exception as error:
+            clock.check()
             self.errors.append(error)
             raise
 
@@ -82,7 +85,7 @@ def run(scenario: Scenario) -> Outcome:
     try:
         with tempfile.TemporaryDirectory() as folder:
             outcome = _run(scenario, Path(folder) / "saved")
-        before.check(may_be_killed=outcome.ending == "sentence")
+        before.check(bool(scenario.kills) or outcome.ending == "sentence")
     except Wrong as wrong:
         return Outcome(scenario.seed, "wrong", str(wrong), is_good=False)
     except Exception as error:
@@ -129,8 +132,19 @@ def _spec_of(scenario: Scenario) -> RehearsalSpec:
         TIMES,
         Unevenness(noise[0] if noise else Noise(), scenario.seed, workers),
         seed=scenario.seed % 7,  # few references
-        slow_servers={0: slow.get("server 0", 1.0)},
+        slow_servers={n: slow.get(f"server {n}", 1.0) for n in range(6)},
+        losses=_losses_of(scenario),
     )
+
+
+def _losses_of(scenario: Scenario) -> Losses:
+    moments = []
+    for kill in scenario.kills:
+        role, number = kill.name.split()
+        moments.append(Loss(kill.at_s, role, int(number)))
+    again = [fault for fault in scenario.faults if isinstance(fault, Restarts)]
+    restarts = (again[0].count, again[0].after_s) if again else (0, 0.001)
+    return Losses((), tuple(moments), None, *restarts)
 
 
 # ---------------------------------------------------------------------- how it may end
@@ -140,7 +154,9 @@ def check(scenario: Scenario, record: Record) -> str:
     """The name of the ending; Wrong if it is none that the rule of the strategy allows."""
     if not all(bool(torch.isfinite(weights).all()) for weights in record.full.values()):
         raise Wrong("weights are not finite")
-    if len(record.full) != scenario.workers:
+    killed = {kill.name for kill in scenario.kills}
+    expected = {rank for rank in range(scenario.workers) if f"worker {rank}" not in killed}
+    if not expected <= record.full.keys():
         raise Wrong(f"{len(record.full)} of {scenario.workers} workers have ended")
     rule = scenario.kind.rule
     if rule == "log":
@@ -159,13 +175,14 @@ def _check_equal(scenario: Scenario, record: Record) -> str:
     if scenario.kind.is_split:
         _check_close("losses", torch.tensor(record.losses[0]), torch.tensor(reference.losses[0]))
         return "equal"
+    first = next(iter(record.full.values()))
     for rank, weights in record.full.items():
-        if not torch.equal(weights, record.full[0]):
-            raise Wrong(f"rank {rank} has other weights than rank 0")
+        if not torch.equal(weights, first):
+            raise Wrong(f"rank {rank} has other weights than another one")
         _check_close(f"weights of rank {rank}", weights, single)
     if not scenario.exact:
         return "equal"
-    if not torch.equal(record.full[0], single):
+    if not torch.equal(first, single):
         raise Wrong("with exact=True the weights are not the bits of one device")
     return "bits"
 
@@ -186,24 +203,29 @@ def _check_close(what: str, found: Tensor, expected: Tensor) -> None:
 
 def _check_log(scenario: Scenario, record: Record) -> str:
     """Every gradient that was computed counts as often as the rule says: once, or not at all."""
-    pushes = pushes_in_log(record)
+    if not scenario.has_whole_log:
+        return "finite"
+    log = whole_log(record)
+    pushes = pushes_in(log)
     for worker_and_step, verdicts in pushes.items():
         if len(verdicts) > 1:
             raise Wrong(f"the push of (worker, step) {worker_and_step} counts as {verdicts}")
-    if pushes.keys() != record.trained.keys():
-        differing = sorted(pushes.keys() ^ record.trained.keys())
-        raise Wrong(f"computed and not decided, or the other way round: {differing[:8]}")
-    told = Counter((ack.worker, ack.step) for ack in record.acks)
-    if told != Counter(dict.fromkeys(pushes, 1)):
-        raise Wrong(f"acknowledgements of (worker, step): {told}")
+    if lost := set(record.done) - pushes.keys():
+        raise Wrong(f"trained, and not in the log: (worker, step) {sorted(lost)[:8]}")
+    if others := pushes.keys() - record.begun.keys():
+        raise Wrong(f"in the log, and not computed: (worker, step) {sorted(others)[:8]}")
+    if not scenario.kills and len(pushes) > len(record.done):
+        raise Wrong("the log has pushes that were not completed")
     for ack in record.acks:
         if ack.verdict not in ("again", *pushes[ack.worker, ack.step]):
             raise Wrong(f"{ack}, and the log says {pushes[ack.worker, ack.step]}")
-    for divisor, share in divisors_from_log(record):
+    for divisor, counted in updates_of(log):
+        parts = [record.begun[worker_and_step] for worker_and_step in counted]
+        share = sum(len(part.samples) / part.total for part in parts)
         expected = share if "quorum" in scenario.kind.strategy else 1.0
         if abs(divisor - expected) > 1e-5:
             raise Wrong(f"an update of {share:.4f} of a batch is divided by {divisor:.4f}")
-    expected_counts = counts_from_log(scenario, record).float()
+    expected_counts = counts_from_log(scenario, record, log).float()
     for rank, weights in record.full.items():
         if not torch.allclose(weights, expected_counts, rtol=1e-4, atol=1e-4):
             far = float((weights - expected_counts).abs().max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -24,9 +25,12 @@ class Kind(NamedTuple):
     has_servers: bool = False
     is_split: bool = False  # a replica has several workers
     is_linear: bool = False  # equal for plain SGD only
+    loses: tuple[str, ...] = ()  # whose loss a run survives: "worker", "server"
+    copies: int = 1  # of each server
 
 
 SERVED = (1, 2, 3, 4, 5)
+WORKERS, SERVERS, BOTH = ("worker",), ("server",), ("worker", "server")
 KINDS = (
     Kind("ddp", "equal"),
     Kind('ddp(algorithm="ring")', "equal"),
@@ -56,16 +60,29 @@ KINDS = (
     Kind('ps(placement="rank0")', "equal", SERVED, True),
     Kind('ps(placement="workers")', "equal", (2, 3, 4), True),
     Kind('ps(compress="int8")', "finite", SERVED, True),
-    Kind("ps(quorum=0.5)", "log", SERVED, True),
-    Kind("ps(quorum=0.75)", "log", SERVED, True),
-    Kind('ps(quorum=0.5, late="fold")', "log", SERVED, True),
-    Kind("ps(quorum=0.5, servers=2)", "log", SERVED, True),
-    Kind('ps(quorum=0.75, late="fold", servers=2)', "log", SERVED, True),
-    Kind("ps(staleness=1)", "log", SERVED, True),
-    Kind("ps(staleness=2, servers=2)", "log", SERVED, True),
-    Kind('ps(mode="async")', "log", SERVED, True),
-    Kind('ps(mode="async", servers=2)', "log", SERVED, True),
+    Kind("ps(quorum=0.5)", "log", SERVED, True, loses=WORKERS),
+    Kind("ps(quorum=0.75)", "log", SERVED, True, loses=WORKERS),
+    Kind('ps(quorum=0.5, late="fold")', "log", SERVED, True, loses=WORKERS),
+    Kind("ps(quorum=0.5, servers=2)", "log", SERVED, True, loses=WORKERS),
+    Kind('ps(quorum=0.75, late="fold", servers=2)', "log", SERVED, True, loses=WORKERS),
+    Kind("ps(staleness=1)", "log", SERVED, True, loses=WORKERS),
+    Kind("ps(staleness=2, servers=2)", "log", SERVED, True, loses=WORKERS),
+    Kind('ps(mode="async")', "log", SERVED, True, loses=WORKERS),
+    Kind('ps(mode="async", servers=2)', "log", SERVED, True, loses=WORKERS),
     Kind('ps(mode="async", placement="rank0")', "log", SERVED, True),
+    Kind("ddp(elastic=True)", "equal", loses=WORKERS),
+    Kind("zero(1, elastic=True)", "equal", loses=WORKERS),
+    Kind("zero(2, elastic=True)", "equal", loses=WORKERS),
+    Kind("zero(3, elastic=True)", "equal", loses=WORKERS),
+    Kind("localsgd(every=2, elastic=True)", "finite", loses=WORKERS),
+    Kind("gossip(elastic=True)", "finite", loses=WORKERS),
+    Kind("ps(replicas=2)", "equal", SERVED, True, loses=SERVERS, copies=2),
+    Kind("ps(replicas=3)", "equal", SERVED, True, loses=SERVERS, copies=3),
+    Kind("ps(replicas=2, servers=2)", "equal", SERVED, True, loses=SERVERS, copies=2),
+    Kind('ps(replicas=2, mode="async")', "log", SERVED, True, loses=BOTH, copies=2),
+    Kind('ps(replicas=2, servers=2, mode="async")', "log", SERVED, True, loses=BOTH, copies=2),
+    Kind("ps(replicas=2, quorum=0.5)", "log", SERVED, True, loses=BOTH, copies=2),
+    Kind("ps(replicas=3, staleness=1)", "log", SERVED, True, loses=BOTH, copies=3),
     Kind("tp(2)", "equal", (2,), is_split=True),
     Kind("pp(2)", "equal", (2,), is_split=True),
     Kind("ddp + pp(2)", "equal", (4,), is_split=True),
@@ -149,7 +166,23 @@ class FullDisk:
     num_bytes: int
 
 
-Fault = Slow | Jitter | AnyOrder | Stop | Delays | Cut | Breaks | FullDisk
+@dataclass(frozen=True)
+class Kill:
+    """A process is killed."""
+
+    name: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """So many processes that are lost are started again, each after a while."""
+
+    count: int
+    after_s: float
+
+
+Fault = Slow | Jitter | AnyOrder | Stop | Delays | Cut | Breaks | FullDisk | Kill | Restarts
 
 
 @dataclass(frozen=True)
@@ -178,8 +211,14 @@ class Scenario:
         return sorted({type(fault).__name__ for fault in self.faults}) or ["none"]
 
     @property
+    def kills(self) -> list[Kill]:
+        return [fault for fault in self.faults if isinstance(fault, Kill)]
+
+    @property
     def may_fail(self) -> bool:
-        """Whether a sentence is a good end: a server or worker was away for too long."""
+        """Whether a sentence is a good end: what is needed was lost, or away for too long."""
+        if self._may_lose_too_much:
+            return True
         if not self.kind.has_servers:
             return False
         breaks = [fault for fault in self.faults if isinstance(fault, Breaks)]
@@ -187,6 +226,20 @@ class Scenario:
         cut_s = max((f.for_s for f in self.faults if isinstance(f, Cut)), default=0.0)
         is_late = bool(breaks) and silent_s > 1.0
         return is_late or cut_s > 10.0 or any(each.of_servers for each in breaks)
+
+    @property
+    def has_whole_log(self) -> bool:
+        """Whether one copy of the leader was there from the start to the end."""
+        disturbed = [f.name for f in self.faults if isinstance(f, (Stop, Kill))]
+        disturbed += ["server" for fault in self.faults if isinstance(fault, Cut)]
+        servers = sum(name.startswith("server") for name in disturbed)
+        return self.kind.copies == 1 or servers < self.kind.copies
+
+    @property
+    def _may_lose_too_much(self) -> bool:
+        killed = [kill.name.split()[0] for kill in self.kills]
+        is_survived = set(killed) <= set(self.kind.loses)
+        return not is_survived or killed.count("worker") >= self.workers or not self.has_whole_log
 
 
 # ---------------------------------------------------------------------- drawing
@@ -219,17 +272,19 @@ def draw(seed: int) -> Scenario:
         clip_norm=0.5 if clips else None,
         exact=is_exact,
         microbatches=microbatches,
-        saves=drawn.random() < 0.15,
+        saves=not kind.loses and drawn.random() < 0.2,
     )
     faults = _faults(drawn, scenario)
     return Scenario(**{**vars(scenario), "faults": faults})
 
 
 def names_of(scenario: Scenario) -> list[str]:
-    """Processes that can be stopped or slow."""
+    """Processes that can be stopped, slow or killed."""
     ranks = [f"worker {rank}" for rank in range(scenario.workers)]
     is_apart = scenario.kind.has_servers and "placement" not in scenario.kind.strategy
-    return [*ranks, "server 0"] if is_apart else ranks
+    found = re.search(r"servers=(\d)", scenario.kind.strategy)
+    servers = (int(found[1]) if found else 1) * scenario.kind.copies if is_apart else 0
+    return [*ranks, *(f"server {index}" for index in range(servers))]
 
 
 def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
@@ -262,6 +317,12 @@ def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
         of_servers = "servers" in scenario.kind.strategy and drawn.random() < 0.1
         most_bytes = drawn.choice((200, 1000, 4000))
         faults.append(Breaks(drawn.choice((1, 3, 25)), most_bytes, late_s, of_servers))
+    if drawn.random() < (0.7 if scenario.kind.loses else 0.05):
+        losable = [name for name in names if name.split()[0] in scenario.kind.loses]
+        for _ in range(drawn.choice((1, 1, 2))):
+            faults.append(Kill(drawn.choice(losable or names), moment_s()))
+        if scenario.kind.loses and drawn.random() < 0.5:
+            faults.append(Restarts(drawn.choice((1, 3)), drawn.choice((0.001, 0.02, 5.0))))
     if scenario.saves and drawn.random() < 0.6:
         faults.append(FullDisk(drawn.randrange(scenario.epochs), drawn.randrange(0, 2000)))
     return tuple(faults)

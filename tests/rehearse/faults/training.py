@@ -77,9 +77,10 @@ class Acknowledged(NamedTuple):
 class Record:
     """What has happened, as the workers and the leader's log have it."""
 
-    trained: dict[tuple[int, int], Trained] = field(default_factory=dict)  # by worker and step
+    begun: dict[tuple[int, int], Trained] = field(default_factory=dict)  # by worker and step
+    done: list[tuple[int, int]] = field(default_factory=list)  # and not skipped
     acks: list[Acknowledged] = field(default_factory=list)
-    log: list[messages.Decision] = field(default_factory=list)  # of the leader
+    logs: dict[int, list[messages.Decision]] = field(default_factory=dict)  # of each leader
     losses: dict[int, list[float]] = field(default_factory=dict)  # by worker
     full: dict[int, Tensor] = field(default_factory=dict)  # ... weights that would be saved
     saved_steps: list[int] = field(default_factory=list)
@@ -116,10 +117,10 @@ def train(scenario: Scenario, record: Record, folder: Path, job: Job) -> None:
     for epoch in job.epochs(scenario.epochs):
         for batch in job.batches(data, scenario.batch):
             number = step.steps
-            value = step(batch)
+            record.begun[rank, number] = _trained(batch)
+            losses.append(float(step(batch)))
             if not step.sync.is_skipped:
-                record.trained[rank, number] = _trained(batch)
-            losses.append(float(value))
+                record.done.append((rank, number))
         if scenario.saves:
             _save(scenario, record, folder, job, epoch)
     with step.sync.full_weights():
@@ -157,7 +158,7 @@ def _trained(batch: Any) -> Trained:
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Write down acknowledgements, as workers get them, and decisions of the first leader."""
-    leaders: list[ModelState] = []
+    alive: list[ModelState] = []  # so that none has the number of another one
     decide, apply = Client.decide, ModelState.apply
 
     def decided(self: Client, commit: messages.Commit, *args: Any) -> messages.Ack:
@@ -167,9 +168,9 @@ def recording(record: Record) -> Iterator[None]:
 
     def applied(self: ModelState, decision: messages.Decision) -> None:
         apply(self, decision)
-        if self.spec.index == 0 and (not leaders or leaders[0] is self):
-            leaders[:] = [self]
-            record.log.append(decision)
+        if self.spec.index == 0:
+            record.logs.setdefault(id(self), []).append(decision)
+            alive.append(self)
 
     with (
         mock.patch.object(Client, "decide", decided),
@@ -178,39 +179,40 @@ def recording(record: Record) -> Iterator[None]:
         yield
 
 
-def counts_from_log(scenario: Scenario, record: Record) -> Tensor:
+Log = list[messages.Decision]
+
+
+def whole_log(record: Record) -> Log:
+    """Of the leader, or of the copy of it that has applied most from the start on."""
+    return max(record.logs.values(), key=len, default=[])
+
+
+def counts_from_log(scenario: Scenario, record: Record, log: Log) -> Tensor:
     """The weights of `Counts` that the leader's decisions and the workers' batches lead to."""
     weights = torch.zeros(scenario.samples, dtype=torch.float64)
-    counted: list[tuple[int, int]] = []
-    for decision in record.log:
-        if isinstance(decision, messages.PushDecided) and decision.verdict != "dropped":
-            counted.append((decision.worker, decision.step))
-        elif isinstance(decision, messages.StepApplied):
-            for worker_and_step in counted:
-                trained = record.trained[worker_and_step]
-                for sample in trained.samples:
-                    weights[sample] += scenario.batch / trained.total / decision.divisor
-            counted = []
+    for divisor, pushes in updates_of(log):
+        for worker_and_step in pushes:
+            trained = record.begun[worker_and_step]
+            for sample in trained.samples:
+                weights[sample] += scenario.batch / trained.total / divisor
     return weights
 
 
-def divisors_from_log(record: Record) -> list[tuple[float, float]]:
-    """Of each update: what it was divided by, and the share of a batch that its pushes have."""
-    found, shares = [], dict[tuple[int, int], float]()
-    for decision in record.log:
+def updates_of(log: Log) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """What each update was divided by, and its pushes: worker and step."""
+    counted: list[tuple[int, int]] = []
+    for decision in log:
         if isinstance(decision, messages.PushDecided) and decision.verdict != "dropped":
-            trained = record.trained[decision.worker, decision.step]
-            shares[decision.worker, decision.step] = len(trained.samples) / trained.total
+            counted.append((decision.worker, decision.step))
         elif isinstance(decision, messages.StepApplied):
-            found.append((decision.divisor, sum(shares.values())))
-            shares.clear()
-    return found
+            yield decision.divisor, counted
+            counted = []
 
 
-def pushes_in_log(record: Record) -> dict[tuple[int, int], list[str]]:
+def pushes_in(log: Log) -> dict[tuple[int, int], list[str]]:
     """Verdicts by worker and step."""
     found = defaultdict[tuple[int, int], list[str]](list)
-    for decision in record.log:
+    for decision in log:
         if isinstance(decision, messages.PushDecided):
             found[decision.worker, decision.step].append(decision.verdict)
     return found
