@@ -112,7 +112,7 @@ def train(scenario: Scenario, record: Record, folder: Path, job: Job) -> None:
         **options,
     )
     job.checkpoints.dry = not scenario.saves
-    rank = job.group.rank
+    rank = job.rank
     losses = record.losses[rank] = []
     for epoch in job.epochs(scenario.epochs):
         for batch in job.batches(data, scenario.batch):
@@ -139,9 +139,9 @@ def _save(scenario: Scenario, record: Record, folder: Path, job: Job, number: in
         with nullcontext() if disk is None else full_disk(disk.num_bytes):
             job.save(folder)
     except CheckpointError:
-        record.refused_saves += job.group.rank == 0
+        record.refused_saves += job.rank == 0
     else:
-        if job.group.rank == 0:
+        if job.rank == 0:
             record.saved_steps.append(job.steps)
 
 
