@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # tests start many interpreters: compile the sources once, wherever that is switched off
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check check-models chaos check-native native docs setup clean
+.PHONY: demo test check check-models chaos rehearse check-native native docs setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make check  ruff, mypy --strict, and all tests: whole products, all ranks, more examples"
 	@echo "make check-models  real models of transformers, timm, diffusers and others under six strategies, Ray"
 	@echo "make chaos  kills, stops, floods, hostile frames and damaged files: minutes"
+	@echo "make rehearse  thousands of small runs in virtual time, with faults of all kinds: an hour"
 	@echo "make docs   the documentation site, in build/site/; a dead link is an error"
 	@echo "make native        build the native part for use from this folder"
 	@echo "make check-native  the native part under the address and thread sanitizers"
@@ -52,6 +53,10 @@ check-models: setup
 
 chaos: setup
 	$(BIN)/python -m tests.chaos
+
+SEEDS ?= 0:10000
+rehearse: setup
+	$(BIN)/python -m tests.rehearse.faults --seeds $(SEEDS)
 
 docs: setup
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

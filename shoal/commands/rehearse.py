@@ -11,6 +11,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,12 +31,13 @@ from shoal.commands.launching import check_folder, command_for, config_for, run_
 from shoal.commands.output import Part, shares_of_time, show
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.losses.lost_workers import taking_back
 from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
 from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.profile import profiled
 from shoal.plan.simulator.step_tasks import Unevenness
-from shoal.runtime.faults import read_slow
+from shoal.runtime.faults import read_kills, read_slow
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
 
@@ -65,6 +67,21 @@ Measure = Annotated[
         "instead of adding up kernels.",
     ),
 ]
+Kill = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Lose a worker, server or host: 2@50 loses worker 2 at step 50, server:1@90s server 1 "
+        "after 90 s, host:0@5min all that runs on host 0; repeatable."
+    ),
+]
+Mtbf = Annotated[
+    str | None,
+    typer.Option(help="Lose hosts by chance: mean time between failures of any of them, as 8h."),
+]
+Events = Annotated[Path | None, typer.Option(help="A file with moments of losses.")]
+RestartTime = Annotated[
+    str, typer.Option(metavar="TIME", help="From a loss to the start of the next process.")
+]
 ClusterFile = Annotated[
     str | None,
     typer.Option(help="A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE),
@@ -82,6 +99,11 @@ def rehearse(
     ] = None,
     measure: Measure = False,
     slow: options.Slow = None,
+    kill: Kill = None,
+    mtbf: Mtbf = None,
+    events: Events = None,
+    restart: options.Restart = None,
+    restart_time: RestartTime = "10s",
     jitter: Jitter = None,
     until: Annotated[
         str | None,
@@ -97,6 +119,7 @@ def rehearse(
     planner says of the cluster's devices, messages what its links let through. The same command
     gives the same bits and seconds.
     """
+    from shoal.rehearse.losses import read_losses
     from shoal.rehearse.pace import uneven_of  # loads torch
 
     check_folder(trace, "a trace")
@@ -104,6 +127,8 @@ def rehearse(
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)
     slowness = read_slow(slow or (), workers)
+    losses = read_losses(kill or (), mtbf, events, restart, restart_time)
+    read_kills(losses.at_steps, workers)
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
@@ -114,7 +139,7 @@ def rehearse(
         hardware = profiled(hardware.of_size(workers), subject.workload, [profile])
     uneven = uneven_of(hardware.of_size(workers), slowness, jitter, seed or 0)
     slow_servers = read_slow(slow or (), None, "server")
-    stage = _Stage(subject, hardware, workers, steps, uneven, slow_servers, seed or 0)
+    stage = _Stage(subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses)
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
     if trace is not None and stage.spans:
@@ -144,6 +169,7 @@ class _Stage:
     uneven: Unevenness
     slow_servers: dict[int, float]
     seed: int
+    losses: Any
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
     spans: Any = None  # of the latest
@@ -167,6 +193,8 @@ class _Stage:
         value = as_strategy(name)
         self.more[name] = {}
         try:
+            if self.losses.restarts:
+                value = taking_back(value, self.workers)
             times = step_times(
                 self.subject.workload, self.hardware, value, self.workers, self.subject.batch
             )
@@ -179,6 +207,7 @@ class _Stage:
                 self.seed,
                 self.steps,
                 self.slow_servers,
+                losses=self.losses,
             )
             done = rehearse(train, spec)
         except BadInput as error:
@@ -198,6 +227,7 @@ class _Stage:
             "loss_s": done.reports[0]["loss_s"],
             "link_bytes": done.link_bytes,
             "busiest": busiest,
+            "said": done.said,
         }
 
 
@@ -217,6 +247,7 @@ def _parts(
             link = more["busiest"]
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])
-            said.append(f"{one.strategy}: the last worker ends after {took}{carried}")
+            lines = [*more["said"], f"the last worker ends after {took}{carried}"]
+            said += [f"{one.strategy}: {line}" for line in lines]
     shares = shares_of_time(all_shares(stage.spans)) if shows_spans else []
     return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]

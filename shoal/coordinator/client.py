@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import ssl
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -26,6 +24,7 @@ from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encod
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN, connect
 from shoal.protocol.handshake import authenticate
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.variable_text import MIN_LEASE_S
 from shoal.runtime.waits import Backoff, waiting
@@ -63,8 +62,8 @@ class RemoteCoordinator(coordinator.Coordinator):
         self._sequence = 0
         self._connection: Connection | None = None
         self._is_closed = False
-        self._asking = threading.Lock()
-        self._changing = threading.Lock()
+        self._asking = clock.Lock()
+        self._changing = clock.Lock()
 
     def close(self) -> None:
         """From any thread: the exchange that waits ends."""
@@ -80,7 +79,7 @@ class RemoteCoordinator(coordinator.Coordinator):
         what = coordinator.describe(request)
         try:
             with waiting(self._who, "the coordinator", what):
-                return self._until_answered(request, time.monotonic() + self._allowed_s)
+                return self._until_answered(request, clock.monotonic() + self._allowed_s)
         except (OSError, Refused) as error:
             raise coordinator.Unavailable(
                 f"{self._who}: the coordinator at {self.address} has not answered {what} "
@@ -97,18 +96,18 @@ class RemoteCoordinator(coordinator.Coordinator):
             self._sequence += 1
             pause = Backoff(0.005, 0.1)
             for attempt in itertools.count():
-                sent_s = time.monotonic()
+                sent_s = clock.monotonic()
                 try:
                     answer = self._exchange(request, attempt, deadline_s)
                     break
                 except (OSError, Refused):
-                    if self._is_closed or time.monotonic() >= deadline_s:
+                    if self._is_closed or clock.monotonic() >= deadline_s:
                         raise
                 pause()
         finally:
             self._asking.release()
         if isinstance(answer, float):  # what is left of a lease counts from before it was asked for
-            return max(0.0, answer - (time.monotonic() - sent_s))
+            return max(0.0, answer - (clock.monotonic() - sent_s))
         return answer
 
     def _exchange(
@@ -159,7 +158,7 @@ class RemoteCoordinator(coordinator.Coordinator):
 
 
 def _left_s(deadline_s: float) -> float:
-    return max(0.001, deadline_s - time.monotonic())
+    return max(0.001, deadline_s - clock.monotonic())
 
 
 LEASE_TTL_S = MIN_LEASE_S  # of servers, with the launcher's coordinator

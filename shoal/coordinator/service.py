@@ -7,8 +7,6 @@ one that is not a request ends its connection, and nothing else.
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +35,7 @@ from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.service import JOIN_S, ConnectionService
+from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.waits import Periodic
 
@@ -50,9 +49,9 @@ class LeaseClock:
     holders could not renew it then. A lease that lasts longer is harmless.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic):
-        self._clock_s = clock_s
-        self._seen_s = clock_s()
+    def __init__(self, clock_s: Callable[[], float] | None = None):
+        self._clock_s = clock_s or clock.monotonic
+        self._seen_s = self._clock_s()
         self._now_s = 0.0
 
     def now_s(self) -> float:
@@ -69,7 +68,7 @@ class Core:
         """Without a file the store is in memory alone."""
         self._file = file
         self._clock_s = clock_s or LeaseClock().now_s
-        self._changing = threading.Lock()
+        self._changing = clock.Lock()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # of each client: the latest
         self._ends_s: dict[int, float] = {}  # of each lease
         self._is_closed = False

@@ -43,7 +43,7 @@ def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) 
     """Connect to a server that listens; an OSError if it does not."""
     kind, _, path = address.partition(":")
     if _sockets is not None:
-        return Connection(_sockets.connect(address))
+        return Connection(_sockets.connect(address, timeout_s))
     if kind == "unix":
         sock = _connect_unix(path, timeout_s)
     else:

@@ -7,14 +7,14 @@ arrived. Those of a group follow each other; those of other groups, and messages
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
-from shoal.errors import ShoalError
+from shoal.errors import PeerLost, ShoalError
 from shoal.rehearse.arithmetic import carry_out
 from shoal.rehearse.network import (
     Phase,
@@ -37,15 +37,17 @@ class VirtualWork:
 
     def __init__(self, time: VirtualTime, doing: str):
         self._time = time
-        self._doing = doing
+        self.doing = doing
         self._waiting: list[Fiber] = []
         self.is_done = False
         self.error: BaseException | None = None
         self.start_ns = round(time.now_s * 1e9)
         self.times: tuple[int, int] | None = None
-        self._finish: Callable[[], None] | None = None
 
     def end(self, error: BaseException | None = None) -> None:
+        """The first end counts: a peer may have been lost meanwhile."""
+        if self.is_done:
+            return
         self.is_done, self.error = True, error
         self.times = (self.start_ns, round(self._time.now_s * 1e9))
         for fiber in self._waiting:
@@ -57,7 +59,7 @@ class VirtualWork:
     def wait(self) -> None:
         while not self.is_done:
             self._waiting.append(self._time.current)
-            self._time.park(self._doing)
+            self._time.park(self.doing)
         if self.error is not None:
             raise self.error
 
@@ -67,16 +69,31 @@ class _Meeting:
     """One collective: the calls that have come, by rank."""
 
     calls: dict[int, Call] = field(default_factory=dict)
-    works: list[VirtualWork] = field(default_factory=list)
+    works: dict[int, VirtualWork] = field(default_factory=dict)
 
 
 class _GroupState:
     """The collectives of a group, which are carried out one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks  # of the world
         self.meetings: dict[int, _Meeting] = {}
         self.complete: deque[_Meeting] = deque()
-        self.is_busy = False
+        self.under_way: _Meeting | None = None
+        self.gone: list[int] = []  # ranks of the group that were lost, or have left it
+
+    def abandon(self, is_lost: bool) -> None:
+        """What needs a rank that is gone fails; where it has left, what it has begun is ended."""
+        waiting = list(self.meetings.values())
+        if is_lost:
+            waiting += [*self.complete, *([self.under_way] if self.under_way else [])]
+            self.complete.clear()
+        for meeting in waiting:
+            for rank, work in meeting.works.items():
+                work.end(self.loss(rank, work.doing))
+
+    def loss(self, rank: int, doing: str) -> PeerLost:
+        return PeerLost(self.ranks[rank], self.ranks[self.gone[0]], doing)
 
 
 class VirtualRanks:
@@ -90,28 +107,51 @@ class VirtualRanks:
         self.time = time
         self.devices = tuple(devices)
         self._algorithm = algorithm
-        self._groups: dict[GroupKey, _GroupState] = defaultdict(_GroupState)
+        self._groups: dict[GroupKey, _GroupState] = {}
         self._boxes: dict[MessageKey, deque[_Flight]] = defaultdict(deque)
         self._receivers: dict[MessageKey, deque[_Receiver]] = defaultdict(deque)
 
-    def meet(
-        self, key: GroupKey, ranks: tuple[int, ...], number: int, rank: int, call: Call
-    ) -> VirtualWork:
+    def enter(self, key: GroupKey, ranks: tuple[int, ...]) -> None:
+        """A rank is there; each of a group calls it."""
+        if key not in self._groups:
+            self._groups[key] = _GroupState(ranks)
+
+    def leave(self, key: GroupKey, rank: int, is_lost: bool = False) -> None:
+        """This rank of a group takes part in nothing more; what needs it fails on the others."""
         group = self._groups[key]
+        if rank in group.gone:
+            return
+        group.gone.append(rank)
+        group.abandon(is_lost)
+        for box in [box for box in self._receivers if box[:2] == (key, rank)]:
+            self._deliver(box)
+
+    def lose(self, rank: int, is_lost: bool) -> None:
+        """The process of a rank of the world has ended; `is_lost`: not by itself."""
+        for key, group in self._groups.items():
+            if rank in group.ranks:
+                self.leave(key, group.ranks.index(rank), is_lost)
+
+    def meet(self, key: GroupKey, number: int, rank: int, call: Call) -> VirtualWork:
+        group = self._groups[key]
+        doing = f"{call.kind} #{number} of ranks {_shown(group.ranks)}"
+        work = VirtualWork(self.time, doing)
+        if group.gone:
+            work.end(group.loss(rank, doing))
+            return work
         meeting = group.meetings.setdefault(number, _Meeting())
-        work = VirtualWork(self.time, f"{call.kind} #{number} of ranks {_shown(ranks)}")
         meeting.calls[rank] = call
-        meeting.works.append(work)
-        if len(meeting.calls) == len(ranks):
+        meeting.works[rank] = work
+        if len(meeting.calls) == len(group.ranks):
             group.complete.append(group.meetings.pop(number))
-            self._begin_next(group, ranks)
+            self._begin_next(group)
         return work
 
-    def _begin_next(self, group: _GroupState, ranks: tuple[int, ...]) -> None:
-        if group.is_busy or not group.complete:
+    def _begin_next(self, group: _GroupState) -> None:
+        if group.under_way is not None or not group.complete:
             return
-        group.is_busy = True
-        meeting = group.complete.popleft()
+        meeting = group.under_way = group.complete.popleft()
+        ranks = group.ranks
         calls = [meeting.calls[rank] for rank in range(len(ranks))]
         error: Exception | None = _different(calls, ranks)
         if error is None:
@@ -121,10 +161,10 @@ class VirtualRanks:
                 error = raised
 
         def done() -> None:
-            group.is_busy = False
-            for work in meeting.works:
+            group.under_way = None
+            for work in meeting.works.values():
                 work.end(error)
-            self._begin_next(group, ranks)
+            self._begin_next(group)
 
         phases = [] if error is not None else self._phases(calls, ranks)
         self.network.send_phases(phases, done)
@@ -153,6 +193,8 @@ class VirtualRanks:
 
     def send(self, key: MessageKey, src: int, dst: int, data: Tensor) -> None:
         """The bytes are on their way; they arrive in the order in which they were sent."""
+        if key[1] in self._groups[key[0]].gone:
+            return
         flight = _Flight(data.detach().clone())
         self._boxes[key].append(flight)
         ends = (self.devices[src], self.devices[dst])
@@ -183,6 +225,10 @@ class VirtualRanks:
             else:
                 into.detach().copy_(data.view(into.shape))
             receiver.work.end(error)
+        group = self._groups[key[0]]
+        while receivers and not box and key[1] in group.gone:
+            lost = receivers.popleft().work
+            lost.end(group.loss(key[2], lost.doing))
 
 
 @dataclass
@@ -219,11 +265,12 @@ class Virtual(Executor):
         self.rank = rank
         self.size = len(self._ranks)
         self._calls = 0
-        self._children = 0
+        self._children: list[Virtual | None] = []
+        exchange.enter(key, self._ranks)
 
     def submit(self, call: Call) -> Work:
         self._calls += 1
-        return self._exchange.meet(self._key, self._ranks, self._calls, self.rank, call)
+        return self._exchange.meet(self._key, self._calls, self.rank, call)
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         key = (self._key, self.rank, dst, tag)
@@ -236,15 +283,15 @@ class Virtual(Executor):
         return self._exchange.receive(key, into, doing)
 
     def split(self, ranks: Sequence[int]) -> Virtual | None:
-        self._children += 1
-        if self.rank not in ranks:
-            return None
-        of_world = [self._ranks[rank] for rank in ranks]
-        key = (self._key, self._children, tuple(ranks))
-        return Virtual(self._exchange, of_world, list(ranks).index(self.rank), key)
+        child = None
+        if self.rank in ranks:
+            of_world = [self._ranks[rank] for rank in ranks]
+            key = (self._key, len(self._children), tuple(ranks))
+            child = Virtual(self._exchange, of_world, list(ranks).index(self.rank), key)
+        self._children.append(child)
+        return child
 
-
-def world(exchange: VirtualRanks) -> list[Virtual]:
-    """An executor of all ranks, for each of them."""
-    ranks = range(len(exchange.devices))
-    return [Virtual(exchange, ranks, rank) for rank in ranks]
+    def close(self) -> None:
+        for child in filter(None, self._children):
+            child.close()
+        self._exchange.leave(self._key, self.rank)

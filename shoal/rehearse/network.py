@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,11 +26,25 @@ class VirtualMessage(NamedTuple):
 Phase = Sequence[VirtualMessage]  # they begin together; the next phase when all have arrived
 
 
+class NetworkFaults(Protocol):
+    """What goes wrong on the way; the tests of faults have one."""
+
+    def leaves_s(self, message: VirtualMessage) -> float:
+        """When a message leaves that is sent now: later where it is held up."""
+
+    def reach(self, src: int, dst: int, timeout_s: float) -> None:
+        """Wait until a connection can be opened; a TimeoutError after so long."""
+
+    def connected(self, here: object, there: object) -> None:
+        """Both ends of a connection that was opened: see `sockets.VirtualSocket.carries`."""
+
+
 class VirtualNetwork:
     """The links of a cluster. A device is where a worker or server runs."""
 
     def __init__(self, cluster: Cluster, time: VirtualTime):
         self.cluster = cluster
+        self.faults: NetworkFaults | None = None
         self._time = time
         self._routes = Routes(cluster)
         self._messages = MessageNetwork(self._routes.capacities)
@@ -59,9 +74,16 @@ class VirtualNetwork:
                 arrived()
 
         for message in leaving:
-            self._begun.append((self._number, message))
-            self._arrived[self._number] = one_less
-            self._number += 1
+            leaves_s = 0.0 if self.faults is None else self.faults.leaves_s(message)
+            if leaves_s > self._time.now_s:
+                self._time.at(leaves_s, partial(self._start, message, one_less))
+            else:
+                self._start(message, one_less)
+
+    def _start(self, message: VirtualMessage, arrived: Callable[[], None]) -> None:
+        self._begun.append((self._number, message))
+        self._arrived[self._number] = arrived
+        self._number += 1
 
     def send_phases(self, phases: Sequence[Phase], done: Callable[[], None]) -> None:
         """One after the other."""

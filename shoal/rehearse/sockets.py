@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import BadInput
 from shoal.rehearse.network import VirtualMessage, VirtualNetwork
-from shoal.rehearse.virtual_time import Fiber, VirtualTime
+from shoal.rehearse.virtual_time import Fiber, FiberEnd, VirtualTime
 
 _ADDRESS = "virtual:"
 
@@ -28,18 +28,25 @@ class VirtualProcess:
 
     name: str
     device: int
+    exited: Callable[[int], None] = lambda status: None  # told of its exit status
     is_dead: bool = False
+    sockets: list[VirtualSocket] = field(default_factory=list)
 
 
 class VirtualSocket:
-    """One end of a connection. What is sent arrives in its order, and nothing is refused."""
+    """One end of a TCP connection. What is sent arrives in its order, and nothing is refused.
 
-    family = socket.AF_UNIX
+    `carries(n)` says how many of the next n bytes arrive, or n = 1 for the end of the connection;
+    None: all do.
+    """
+
+    family = socket.AF_INET
 
     def __init__(self, network: VirtualNetwork, time: VirtualTime, place: VirtualProcess):
         self._network = network
         self._time = time
-        self._place = place
+        self.place = place
+        self.carries: Callable[[int], int] | None = None
         self._peer: VirtualSocket | None = None
         self._flights: deque[_Flight] = deque()  # to the peer
         self._arrived = bytearray()
@@ -48,6 +55,7 @@ class VirtualSocket:
         self._is_shut = False
         self._reader: Fiber | None = None
         self._timeout_s: float | None = None
+        place.sockets.append(self)
 
     def join(self, peer: VirtualSocket) -> None:
         self._peer, peer._peer = peer, self
@@ -72,6 +80,12 @@ class VirtualSocket:
             if data is None:
                 return
             raise BrokenPipeError("the connection has ended")
+        if self.carries is not None:
+            whole = 1 if data is None else len(data)
+            arriving = self.carries(whole)
+            if not arriving:
+                return
+            data = data if arriving == whole else (data or b"")[:arriving]
         flight = _Flight(data)
         self._flights.append(flight)
 
@@ -81,7 +95,7 @@ class VirtualSocket:
                 peer._take(self._flights.popleft().data)
 
         size = 0 if data is None else len(data)
-        ends = (self._place.device, peer._place.device)
+        ends = (self.place.device, peer.place.device)
         self._network.send([VirtualMessage(*ends, size)], arrived)
 
     def _take(self, data: bytes | None) -> None:
@@ -105,7 +119,7 @@ class VirtualSocket:
         while self._taken == len(self._arrived) and not (self._is_over or self._is_shut):
             if end_s is not None and self._time.now_s >= end_s:
                 raise TimeoutError("timed out")
-            self._time.park(f"bytes from {self._peer._place.name if self._peer else 'nobody'}")
+            self._time.park(f"bytes from {self._peer.place.name if self._peer else 'nobody'}")
         count = min(len(view), len(self._arrived) - self._taken)
         with memoryview(self._arrived) as arrived:
             view[:count] = arrived[self._taken : self._taken + count]
@@ -115,11 +129,6 @@ class VirtualSocket:
             self._taken = 0
         return count
 
-    def recvmsg_into(
-        self, views: list[memoryview], *_: int
-    ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
-        return self.recv_into(views[0]), [], 0, None
-
     # ------------------------------------------------------------------ the rest of a socket
 
     def settimeout(self, seconds: float | None) -> None:
@@ -127,6 +136,9 @@ class VirtualSocket:
 
     def gettimeout(self) -> float | None:
         return self._timeout_s
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        return None
 
     def getpeername(self) -> str:
         return ""
@@ -139,6 +151,11 @@ class VirtualSocket:
             return
         self._transmit(None)
         self._is_shut = True
+        self._wake()
+
+    def reset(self) -> None:
+        """This end learns that the connection is broken."""
+        self._is_over = self._is_shut = True
         self._wake()
 
     def close(self) -> None:
@@ -186,18 +203,33 @@ class VirtualSockets:
         self._listeners[name] = listener
         return name, listener
 
-    def connect(self, address: str) -> VirtualSocket:
-        listener = self._listeners.get(address)
+    def connect(self, address: str, timeout_s: float) -> VirtualSocket:
+        listener, faults = self._listeners.get(address), self._network.faults
+        if listener is not None and faults is not None:
+            faults.reach(self._place().device, listener.place.device, timeout_s)
         if listener is None or listener.is_closed or listener.place.is_dead:
             raise ConnectionRefusedError(f"nothing listens at {address}")
         here = VirtualSocket(self._network, self._time, self._place())
         there = VirtualSocket(self._network, self._time, listener.place)
         here.join(there)
+        if faults is not None:
+            faults.connected(here, there)
         listener.add(there)
         return here
+
+    def end(self, process: VirtualProcess) -> None:
+        """What it has sent still arrives; then its connections end."""
+        for listener in self._listeners.values():
+            if listener.place is process:
+                listener.close()
+        for sock in process.sockets:
+            sock.close()
+        process.sockets.clear()
 
     def _place(self) -> VirtualProcess:
         place = self._time.current.group
         if not isinstance(place, VirtualProcess):
             raise BadInput("a connection is opened outside of all workers and servers")
+        if place.is_dead:
+            raise FiberEnd
         return place

@@ -1,14 +1,21 @@
-"""Locks, conditions, events and threads with the interface of `threading`, in virtual time."""
+"""Locks, conditions, events, queues and threads as in `threading`, in virtual time."""
 
 from __future__ import annotations
 
+import fcntl
+import math
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
+
+T = TypeVar("T")
+_FILE_LOOK_S = 0.001
 
 
 class _Entered:
@@ -52,11 +59,17 @@ class VirtualLock(_Entered):
             return True
         if not blocking:
             return False
-        fiber = self._time.current
+        time, fiber = self._time, self._time.current
+        end_s = math.inf if timeout < 0 else time.now_s + timeout
+        if timeout >= 0:
+            time.at(end_s, lambda: time.wake(fiber))
         self._waiting.append(fiber)
         try:
-            while self._owner is not me:
-                self._time.park("a lock")
+            while fiber in self._waiting:  # until it is handed over
+                if time.now_s >= end_s:
+                    self._waiting.remove(fiber)
+                    return False
+                time.park("a lock")
         except BaseException:
             self._give_up(fiber)
             raise
@@ -164,6 +177,27 @@ class VirtualEvent:
             return bool(self._condition.wait_for(lambda: self._is_set, timeout))
 
 
+class VirtualQueue(Generic[T]):
+    """With one reader."""
+
+    def __init__(self, time: VirtualTime):
+        self._items: deque[T] = deque()
+        self._condition = VirtualCondition(time)
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._condition.notify_all()
+
+    def get(self, *, timeout: float | None = None) -> T:
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._items, timeout):
+                raise queue.Empty
+            return self._items.popleft()
+
+    def empty(self) -> bool:
+        return not self._items
+
+
 class VirtualThread(threading.Thread):
     """A fiber of the worker or server that starts it."""
 
@@ -188,6 +222,8 @@ class VirtualClock:
     def __init__(self, time: VirtualTime):
         self._time = time
         self.sleep = time.sleep
+        self.check = time.check
+        self.Queue = partial(VirtualQueue[Any], time)
         self.Thread = type("Thread", (VirtualThread,), {"time": time})
 
     def Lock(self) -> VirtualLock:
@@ -198,6 +234,17 @@ class VirtualClock:
 
     def Event(self) -> VirtualEvent:
         return VirtualEvent(self._time)
+
+    def lock_file(self, handle: int, flags: int) -> None:
+        """Looks again and again: the fiber that has the file may wait meanwhile."""
+        while True:
+            self.check()  # a process that was killed writes nothing more
+            try:
+                return fcntl.flock(handle, flags | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if flags & fcntl.LOCK_NB:
+                    raise
+            self._time.sleep(_FILE_LOOK_S)
 
     def monotonic(self) -> float:
         return self._time.now_s

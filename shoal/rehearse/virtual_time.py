@@ -109,9 +109,9 @@ class VirtualTime:
             self.wake(fiber)
 
     def end_group(self, group: object) -> None:
-        """A process is killed: all of its fibers end."""
+        """A process has exited or is killed: all of its fibers end, this one at its next wait."""
         for fiber in self._fibers:
-            if fiber.group is group and fiber is not self.current:
+            if fiber.group is group:
                 self.end(fiber)
 
     # ------------------------------------------------------------------ fibers
@@ -147,10 +147,9 @@ class VirtualTime:
             try:
                 if not fiber.is_ending:
                     body()
-            except FiberEnd:
-                pass
             except BaseException as error:
-                self.error = self.error or error
+                if not fiber.is_ending:  # else what follows from its end
+                    self.error = self.error or error
             finally:
                 self._finish(fiber)
 
@@ -174,6 +173,11 @@ class VirtualTime:
 
     # ------------------------------------------------------------------ waiting
 
+    def check(self) -> None:
+        """Ends the present fiber here, where its process was killed."""
+        if self.current.is_ending:
+            raise FiberEnd
+
     def sleep(self, seconds: float) -> None:
         me = self.current
         over: list[bool] = []
@@ -192,9 +196,8 @@ class VirtualTime:
 
     def park(self, doing: str) -> None:
         """Wait until another fiber or an event wakes this one."""
+        self.check()
         me = self.current
-        if me.is_ending:
-            raise FiberEnd
         me.doing, me.since_s = doing, self.now_s
         following = self._next()
         if following is not me:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,28 +15,49 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
+from shoal.comm.executor import Executor
+from shoal.comm.executors.deferred import Deferred
 from shoal.comm.group import Group
+from shoal.comm.members.board import FileBoard, GroupMember
+from shoal.comm.members.meetings import open_meetings
+from shoal.comm.members.membership import GroupMembership
 from shoal.comm.tracing import Traced
-from shoal.errors import BadInput, StopTraining
+from shoal.coordinator.service import CoordinatorService, Core
+from shoal.errors import BadInput, RunOver, StopTraining
+from shoal.launch.here.coordinator import coordinated
+from shoal.launch.here.process_config import replication_of
+from shoal.launch.here.processes import ProcessExit, Role
+from shoal.launch.here.supervisor import SignalEvents, Supervisor
+from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
+from shoal.launch.losses.lost_servers import ServerPolicy
+from shoal.launch.losses.lost_workers import LossPolicy, tolerance_of
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
+from shoal.rehearse.elastic import VirtualElasticGroup
 from shoal.rehearse.executor import Virtual, VirtualRanks
+from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.network import VirtualNetwork
 from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
+from shoal.rehearse.processes import VirtualProcesses, VirtualRole
 from shoal.rehearse.random_state import RandomState
 from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.threading_like import VirtualClock
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
-from shoal.runtime.config import RunConfig
+from shoal.runtime.config import RunConfig, ServerConfig
+from shoal.runtime.faults import check_faults, faults_of
+from shoal.runtime.files import StepCount, scratch_folder
 from shoal.runtime.launched_worker import seed_python
+from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, Trace, server_name
+from shoal.server.main import chain_settings
 from shoal.server.process.server import Server
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from shoal.train.throughput import StepRecord
 
+_COORDINATOR = "virtual:coordinator"
 Train = Callable[[Job], Any]
 
 
@@ -52,6 +74,7 @@ class RehearsalSpec:
     steps: int | None = None
     slow_servers: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     is_shown: bool = False  # what the script and its first worker print
+    losses: Losses = field(default_factory=Losses)
 
 
 @dataclass(frozen=True)
@@ -59,10 +82,11 @@ class Rehearsed:
     """What a rehearsal came to; times are virtual, from its start."""
 
     seconds: float
-    reports: list[dict[str, Any]]  # of each worker, as those of a run
-    results: list[Any]  # what each training function has returned
+    reports: list[dict[str, Any]]  # of each worker that has finished, as those of a run
+    results: list[Any]  # what each training function has returned; None: it was lost
     link_bytes: dict[str, float]
     spans: Trace
+    said: list[str]  # by the launcher: who was lost, and what became of it
 
 
 def rehearse(train: Train, spec: RehearsalSpec) -> Rehearsed:
@@ -76,12 +100,26 @@ class _Rehearsal:
         self.spec = spec
         term: Any = spec.strategy.sync_for(spec.workers)
         spec.strategy.require_built()
-        self._layout = spec.strategy.layout(spec.workers)
+        spec.strategy.layout(spec.workers)
         servers = spec.strategy.servers(spec.workers)
-        self._refuse(term)
+        losses = spec.losses
+        self._secret = secrets.token_bytes(32)
+        config = RunConfig(kill=losses.at_steps, restarts=losses.restarts, secret=self._secret)
+        if losses and term.needs_one_host:  # memory that those who come back share, too, shows it
+            config = replace(config, start=spec.workers)
+        self._replication = replication_of(spec.strategy, spec.workers, losses.restarts)
+        self._config = replace(
+            config, coordinator=_COORDINATOR if self._replication.is_on else None
+        )
+        check_faults(self._config, spec.workers, servers)
+        self._tolerance = tolerance_of(spec.strategy, spec.workers, losses.restarts)
+        self._may_lose = bool(losses) and self._tolerance is not None
+        comes_back = self._config.takes_back and spec.strategy.takes_back
+        self._comes_back = comes_back and not spec.strategy.is_elastic
         self.server_devices = _devices_of_servers(spec.cluster, spec.workers, servers)
         devices = 1 + max([spec.workers - 1, *self.server_devices])
         cluster = spec.cluster.of_size(devices)
+        losses.check(workers=spec.workers, servers=servers, hosts=cluster.nodes)
         spec.strategy.check_hosts(spec.workers, spec.workers > cluster.node.devices)
         self.time = VirtualTime()
         self.network = VirtualNetwork(cluster, self.time)
@@ -91,93 +129,194 @@ class _Rehearsal:
         self._results: dict[int, Any] = {}
         self._recorders: list[Recorder] = []
         self._models: set[nn.Module] = set()
-        self._secret = secrets.token_bytes(32)
-
-    def _refuse(self, term: Any) -> None:
-        """What a rehearsal cannot do yet."""
-        if self.spec.strategy.is_elastic or getattr(term, "replicas", 1) > 1:
-            raise BadInput(
-                f"{self.spec.strategy} survives lost workers or servers, and a rehearsal does not "
-                "lose any yet: leave out elastic and replicas"
-            )
+        self._said: list[str] = []
 
     def run(self) -> Rehearsed:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums have the same order on every machine
         try:
             sockets = VirtualSockets(self.network, self.time)
+            self.processes = VirtualProcesses(self.time, sockets)
             with (
+                ExitStack() as self._stack,
+                scratch_folder("rehearse") as folder,
                 clock.replaced(VirtualClock(self.time)),
                 replaced_sockets(sockets),
                 _silent(self.spec.is_shown),
             ):
+                self._run_dir = RunDir(folder)
+                self._run_dir.write_secret(self._secret)
                 self.time.run(self._body)
         finally:
             torch.set_num_threads(threads)
-        spans: Trace = {recorder.process: recorder.spans for recorder in self._recorders}
+        spans: Trace = {}
+        for recorder in self._recorders:
+            spans.setdefault(recorder.process, []).extend(recorder.spans)
         ranks = range(self.spec.workers)
         return Rehearsed(
             max((ns for report in self._reports.values() for ns in report["loss_s"]), default=0.0),
-            [self._reports[rank] for rank in ranks],
-            [self._results[rank] for rank in ranks],
+            [self._reports[rank] for rank in ranks if rank in self._reports],
+            [self._results.get(rank) for rank in ranks],
             self.network.link_bytes,
             spans,
+            self._said,
         )
 
     # ------------------------------------------------------------------ processes
 
     def _body(self) -> None:
-        servers: list[Server] = []
-        for index, device in enumerate(self.server_devices):
-            starter = self.time.spawn(
-                f"server {index}",
-                partial(self._serve, index, servers),
-                None,
-                group=VirtualProcess(f"server {index}", device),
-            )
-            self.time.join(starter)
-        self._addresses = tuple(server.address for server in servers)
-        fibers = [
-            self.time.spawn(
-                f"rank {rank}",
-                partial(self._work, rank),
-                RandomState(),
-                group=VirtualProcess(f"rank {rank}", rank),
-            )
-            for rank in range(self.spec.workers)
-        ]
-        for fiber in fibers:
-            self.time.join(fiber)
-        for server in servers:
-            server.close()
+        """What a launcher does: start all, and decide what follows from each exit."""
+        run_dir, say, workers = self._run_dir, self._said.append, self.spec.workers
+        servers = len(self.server_devices)
+        self._events: Any = clock.Queue()
+        self.time.current.group = VirtualProcess("launcher", 0)
+        self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
+        policy = LossPolicy(run_dir, workers, self._tolerance, say)
+        self._server_policy = ServerPolicy(servers, self._replication, say, are_here=False)
+        write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
+        restart_s = self.spec.losses.restart_s
+        later = lambda start, rank: self.time.at(  # noqa: E731
+            self.time.now_s + restart_s, partial(start, rank)
+        )
+        roles = (
+            VirtualRole("worker", workers, self.processes, partial(later, self._start_worker)),
+            VirtualRole("server", servers, self.processes, partial(later, self._start_server)),
+        )
+        with coordinated(self._replication, self._config, run_dir, say) as coordinator:
+            if self._replication.is_on:
+                CoordinatorService(Core(), self._secret, [_COORDINATOR])
+                roles[1].note_exit = lambda index: coordinator.server_exited(index, os.getpid())
+            self._listening = [clock.Event() for _ in range(servers)]
+            for index in range(servers):
+                self._start_server(index)
+            for listens in self._listening:
+                listens.wait()
+            run_dir.mark(run_dir.all_joined)
+            for rank in range(workers):
+                self._start_worker(rank)
+            self._server_policy.look = coordinator.watch(self._server_policy.see)
+            hosts = self.network.cluster.nodes
+            self.spec.losses.begin(self.time, self._lose, hosts, self.spec.seed)
+            told = (run_dir, policy, self._server_policy, say, workers, servers)
+            supervisor = Supervisor(*told, events=self._events)
+            supervisor.run(*roles)
+        supervisor.result(workers, SignalEvents(self._events.put), write)
 
-    def _serve(self, index: int, started: list[Server]) -> None:
-        server = Server(f"virtual:server-{index}", self._secret)
+    def _start_server(self, index: int) -> None:
+        self._server_policy.started(index, os.getpid())
+        exited = partial(self._note_exit, "server", index)
+        body = partial(self._serve, index)
+        self.processes.start(f"server {index}", self.server_devices[index], body, exited)
+
+    def _start_worker(self, rank: int) -> None:
+        def exited(status: int) -> None:
+            self.exchange.lose(rank, is_lost=status != 0)
+            self._note_exit("worker", rank, status)
+
+        body = partial(self._run_worker, rank, self._run_dir.incarnation(rank))
+        self.processes.start(f"worker {rank}", rank, body, exited, RandomState())
+
+    def _note_exit(self, role: Role, rank: int, status: int) -> None:
+        self._events.put(ProcessExit(rank, status, clock.monotonic_ns(), role))
+
+    def _lose(self, loss: Loss) -> None:
+        names = [f"{loss.role} {loss.number}"]
+        if loss.role == "host":
+            devices, running = self.spec.cluster.node.devices, self.processes.running.values()
+            names = [one.name for one in running if one.device // devices == loss.number]
+        for name in names:
+            self.processes.kill(name)
+
+    def _kill(self, name: str) -> None:
+        self.processes.kill(name)
+        clock.check()
+
+    def _serve(self, index: int) -> int:
+        """Until it is ended."""
+        copied, address, run_dir = self._replication, self._addresses[index], self._run_dir
+        place = ServerConfig(index, address, None, None, copied.replicas, copied.consistency)
+        chain = chain_settings(replace(self._config, server=place))
+        has_exited = run_dir.has_exited if self._may_lose else None
+        server = Server(address, self._secret, has_exited, chain=chain)
+        server.host.takes_back = self._config.takes_back
         server.host.slowness = ServerPace(
             self.time, self.spec.times.apply_s, self.spec.slow_servers.get(index, 1.0)
         )
-        server.host.tracer = Recorder(server_name(index), 0)
+        number = (index,) if chain is None else (place.shard, place.replica)
+        server.host.tracer = Recorder(server_name(*number), 0)
         self._recorders.append(server.host.tracer)
-        started.append(server)
+        self._listening[index].set()
+        clock.Event().wait()
+        return 0
 
-    def _work(self, rank: int) -> None:
-        spec = self.spec
+    def _run_worker(self, rank: int, incarnation: int) -> int:
+        """Its exit status; it writes why it has failed, for the launcher."""
+        error: Exception | None
+        try:
+            self._work(rank, incarnation)
+            return 0
+        except RunOver:
+            have_finished = bool(self._run_dir.finished_ranks())
+            error = why_too_late(rank, have_finished, self.spec.strategy.is_elastic)
+            if error is None:
+                self._run_dir.mark(self._run_dir.late(rank, incarnation))
+                return 0
+        except Exception as raised:
+            clock.check()
+            error = raised
+        add_line_of_script(error)
+        report_failure(self._run_dir, rank, error)
+        return 2 if isinstance(error, BadInput) else 1
+
+    def _group_of(self, me: GroupMember, tracer: Recorder) -> Group:
+        """As `launch/rank/worker_group.py` opens it."""
+        spec, run_dir, rank = self.spec, self._run_dir, me.worker
+        if spec.strategy.is_elastic:
+            board = FileBoard(run_dir.members(0), run_dir)
+            elastic = VirtualElasticGroup(GroupMembership(board, me, spec.workers), self.exchange)
+            elastic.wrap = lambda executor: Traced(executor, tracer)
+            return elastic
+        executor: Executor = Virtual(self.exchange, range(spec.workers), rank)
+        if self._may_lose and (spec.strategy.starts_apart or self._comes_back):
+            place = (run_dir.start_folder(0), rank, spec.workers, run_dir.has_exited)
+            whole = executor
+            executor = Deferred(*place, lambda: whole, self._comes_back)
+        return Group(Traced(executor, tracer))
+
+    def _work(self, rank: int, incarnation: int) -> None:
+        spec, run_dir = self.spec, self._run_dir
         pace = Pace(self.time, spec.times, rank, spec.uneven)
         tracer = PacedRecorder(pace, rank)
         self._recorders.append(tracer)
-        executor = Traced(Virtual(self.exchange, range(spec.workers), rank), tracer)
+        me = GroupMember(rank, incarnation)
         devices = spec.cluster.node.devices
         config = replace(
-            RunConfig(),
+            self._config,
             servers=self._addresses or None,
-            secret=self._secret,
             host_id=f"node-{rank // devices}",
             strategy=str(spec.strategy),
             seed=spec.seed,
+            incarnation=incarnation,
+            run_dir=run_dir if self._may_lose else None,
         )
+        faults = faults_of(replace(config, run_dir=run_dir), rank, spec.workers)
+        if faults is not None:
+            end_server = lambda _, server: self._kill(f"server {server}")  # noqa: E731
+            end_worker = partial(self._kill, f"worker {rank}")
+            faults = replace(faults, end_worker=end_worker, end_server=end_server)
+        meetings, elastic_sum = None, None
+        if self._may_lose and not spec.strategy.is_elastic:
+            where = (run_dir.meetings(0), run_dir, me, spec.workers)
+            meetings, elastic_sum = open_meetings(*where, self._comes_back, math.inf)
+        step_count = StepCount(run_dir.steps(rank)) if self._may_lose else None
+        self._stack.callback(step_count.close if step_count else int)
         local_size = min(devices, spec.workers - rank // devices * devices)
         services = RunServices(
             tracer=tracer,
+            faults=faults,
+            elastic_sum=elastic_sum,
+            meetings=meetings,
+            step_count=step_count,
             local_rank=rank % devices,
             local_size=local_size,
             config=config,
@@ -186,7 +325,7 @@ class _Rehearsal:
         seed_python(spec.seed)
         job = Job(
             spec.strategy,
-            Group(executor),
+            self._group_of(me, tracer),
             device=torch.device("cpu"),
             seed=spec.seed,
             services=services,
@@ -200,12 +339,15 @@ class _Rehearsal:
         with suppress(StopTraining):
             self._results[rank] = self._train(job)
         job.close()
-        self._reports[rank] = {
+        report = self._reports[rank] = {
             **job.report(),
             **record.report(0),
             "losses": record.values(),
             "group_bytes": tracer.sent.total,
         }
+        if spec.losses:  # the launcher says how many steps a lost worker has missed
+            run_dir.write(run_dir.report(rank), report)
+        run_dir.mark_finished(rank)
 
     def _check_model(self, step: Any) -> None:
         if step.model in self._models:

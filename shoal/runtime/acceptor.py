@@ -116,6 +116,7 @@ def service_thread(name: str, target: Callable[..., None], *args: object) -> thr
         try:
             target(*args)
         except BaseException as error:
+            clock.check()
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
             say(f"process {os.getpid()} ends: its thread {name} has failed ({error!r}, {where})")

@@ -1,4 +1,4 @@
-"""Time, threads and locks, as the runtime uses them: those of the machine.
+"""Time, threads and locks, those of files too, as the runtime uses them: those of the machine.
 
 A rehearsal (`shoal/rehearse/`) puts virtual ones in their place, for as long as it lasts. So what
 waits for another thread, worker or server takes them from here, by their names at the moment of
@@ -7,6 +7,8 @@ use: `clock.Lock()`, `clock.sleep(…)`.
 
 from __future__ import annotations
 
+import fcntl
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +19,19 @@ Lock = threading.Lock
 Condition = threading.Condition
 Event = threading.Event
 Thread = threading.Thread
+Queue = queue.SimpleQueue
 monotonic = time.monotonic
 monotonic_ns = time.monotonic_ns
 sleep = time.sleep
+lock_file = fcntl.flock
 
-_NAMES = ("Lock", "Condition", "Event", "Thread", "monotonic", "monotonic_ns", "sleep")
+
+def check() -> None:
+    """Ends a virtual thread here, where its process was killed."""
+
+
+_TIME = ("monotonic", "monotonic_ns", "sleep")
+_NAMES = ("Lock", "Condition", "Event", "Thread", "Queue", "lock_file", "check", *_TIME)
 
 
 @contextmanager

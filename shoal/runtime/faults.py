@@ -38,6 +38,13 @@ _FORMS: dict[Option, tuple[str, str]] = {  # each with an example
 _MOST = 1000  # times slower
 
 
+def _end_server(run_dir: RunDir, server: int) -> None:
+    pid = run_dir.read_server_pid(server)
+    with suppress(ProcessLookupError):
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Faults:
     """The faults of one worker, and what it does to the servers of its run."""
@@ -46,17 +53,16 @@ class Faults:
     kill_at: int | None = None  # or the next step that it computes: a sync may skip steps
     run_dir: RunDir | None = None
     server_kills: Kills = ()
+    end_worker: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    end_server: Callable[[RunDir, int], None] = _end_server
 
     def kill(self, step: int) -> None:
         """Carry out what is due, and what no other worker has; 0: before it joins the others."""
         for server, at in self.server_kills:
             if self.run_dir is not None and step >= at and self.run_dir.claim_kill(server, at):
-                pid = self.run_dir.read_server_pid(server)
-                with suppress(ProcessLookupError):
-                    if pid is not None:
-                        os.kill(pid, signal.SIGKILL)
+                self.end_server(self.run_dir, server)
         if self.kill_at is not None and step >= self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end_worker()
 
     def around(
         self,

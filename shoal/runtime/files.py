@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import BadInput
+from shoal.runtime import clock
 
 _KINDS = (
     *("run", "ps"),  # of launchers, and of servers that workers start
     "host",  # of the workers of one host, where an engine lends several
     "ray",  # of a Ray cluster for one run
     *("auto", "bench", "collective", "compare", "eval", "keys", "memory", "predict", "profile"),
-    *("trace", "verify", "workload"),  # of commands: see scratch_folder
+    *("rehearse", "trace", "verify", "workload"),  # of commands: see scratch_folder
 )
 _LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")
 _locks: dict[Path, int] = {}  # open files that mark the folders of this process as in use
@@ -131,7 +132,7 @@ def locked(path: Path, mode: int = os.O_RDWR | os.O_CREAT, flags: int = 0) -> It
     """A file or folder, while no other process has it."""
     handle = os.open(path, mode | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | flags)
+        clock.lock_file(handle, fcntl.LOCK_EX | flags)
         yield handle
     finally:
         os.close(handle)  # and with it the lock

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import BadInput
-from shoal.runtime import files
+from shoal.runtime import clock, files
 from shoal.runtime.secret import new_secret, read_secret_file, write_private
 
 RECORDED_TRACE, RECORDED_REPORT = "trace.json", "report.json"  # in the folder of --record
@@ -236,7 +236,7 @@ class RunDir:
         files.write_atomically(self._started(rank), str(incarnation))
 
     def note_return(self, rank: int, incarnation: int, document: Mapping[str, Any]) -> None:
-        self.write(self.back(rank, incarnation), {"time_ns": time.monotonic_ns(), **document})
+        self.write(self.back(rank, incarnation), {"time_ns": clock.monotonic_ns(), **document})
 
     # ------------------------------------------------------------------ preemption
 

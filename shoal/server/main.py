@@ -97,7 +97,7 @@ def _open_server(config: RunConfig) -> Server:
     address = config.server.listen or run_dir.socket(index)
     beyond = config.server.beyond or ""
     has_exited = None if config.run_dir is None else config.run_dir.has_exited
-    chain = _chain_settings(config)
+    chain = chain_settings(config)
     server = Server(address, secret, has_exited, beyond, config.tls, chain)
     server.host.most_threads = most_threads
     server.host.takes_back = config.takes_back
@@ -113,7 +113,7 @@ def _open_server(config: RunConfig) -> Server:
     return server
 
 
-def _chain_settings(config: RunConfig) -> ChainSettings | None:
+def chain_settings(config: RunConfig) -> ChainSettings | None:
     """The place of this server in the chain of its shard; None if it has no copies."""
     from shoal.comm.executors.hierarchical.topology import host_id
     from shoal.coordinator.client import lease_ttl_s, open_coordinator

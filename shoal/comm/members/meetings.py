@@ -15,10 +15,13 @@ Decisions and results are lines of one file, written under a lock.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.comm.members.board import Board, CallResults, Document, GroupMember, Key
+from shoal.comm.members.board import Board, CallResults, Document, FileBoard, GroupMember, Key
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import PeerLost
+from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import until, waiting
 
 
@@ -135,3 +138,14 @@ class Meetings:
             self._held[key] = Meeting(key, document["attempt"], tuple(document["incarnations"]))
         elif "at" in document:
             self._results.take(document)
+
+
+def open_meetings(
+    file: Path, run_dir: RunDir, me: GroupMember, size: int, comes_back: bool, patience_s: float
+) -> tuple[Meetings | None, ElasticSum]:
+    """Meetings: where lost workers come back; a sum: where a launcher notes their exits."""
+    meetings = None
+    if comes_back:
+        meetings = Meetings(FileBoard(file, run_dir), me, size, patience_s)
+    has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
+    return meetings, ElasticSum(file, me.worker, has_exited, patience_s)

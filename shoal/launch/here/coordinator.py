@@ -24,6 +24,7 @@ from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import ShoalError
 from shoal.launch.here.process_config import Replication
 from shoal.launch.losses.lost_servers import follow
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name
@@ -43,9 +44,9 @@ class RunCoordinator:
     def __init__(self, config: RunConfig, run_dir: RunDir | None = None, say: Say | None = None):
         self.config = config
         self._run_dir = run_dir
-        self._over = threading.Event()
+        self._over = clock.Event()
         self._asking: list[tuple[threading.Thread, Coordinator]] = []
-        self._changing = threading.Lock()
+        self._changing = clock.Lock()
         self._is_closed = False
         self._watcher: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,7 +71,7 @@ class RunCoordinator:
         client = self._client()
         if self._process is not None:
             name = "shoal-coordinator"
-            self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
+            self._watcher = clock.Thread(target=self._watch, name=name, daemon=True)
             self._watcher.start()
         if client is None:
             return lambda: None
@@ -93,7 +94,7 @@ class RunCoordinator:
             with suppress(ShoalError, OSError), closing(client):
                 act()
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = clock.Thread(target=run, name=name, daemon=True)
         self._asking.append((thread, client))
         thread.start()
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 from shoal.errors import ShoalError
 from shoal.launch.here.output import LineForwarder, Write
@@ -32,22 +31,28 @@ from shoal.launch.here.running import JoinRequest
 from shoal.launch.losses.failures import ProcessFailure, first_failure, launch_error, read_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, say_losses
+from shoal.runtime import clock
 from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.preemption import SIGNALS as PREEMPTING
 from shoal.runtime.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from shoal.launch.here.local import LocalServers, LocalWorkers
-    from shoal.launch.hosts.remote import RemoteWorkers
-    from shoal.launch.hosts.remote_servers import RemoteServers
-
-    Supervised: TypeAlias = LocalServers | LocalWorkers | RemoteServers | RemoteWorkers
 
 _GRACE_S = 0.3  # after the first failure
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 
 # the last is raised by `write` or `on_progress`
 Event = ProcessExit | signal.Signals | JoinRequest | Exception
+
+
+class Supervised(Protocol):
+    """The processes of a role, wherever they run."""
+
+    @property
+    def stderr(self) -> list[LineForwarder]: ...
+    def start_again(self, rank: int) -> None: ...
+    def note_exit(self, rank: int) -> None: ...
+    def host_of(self, rank: int) -> str: ...
+    def signal_alone(self, number: signal.Signals) -> None: ...
+    def signal(self, number: signal.Signals) -> None: ...
 
 
 class SignalEvents:
@@ -106,7 +111,7 @@ class Supervisor:
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
     ended_ns: int | None = None  # when it no longer waited for workers to save
-    _start_s: float = field(default_factory=time.monotonic)
+    _start_s: float = field(default_factory=lambda: clock.monotonic())
     _held: list[ProcessExit] = field(default_factory=list)  # of servers, not decided yet
     _decide_at_s: float | None = None
 
@@ -118,10 +123,10 @@ class Supervisor:
         self._decide_held()
         if self._all_exited():
             return
-        self.stopped_ns = time.monotonic_ns()
+        self.stopped_ns = clock.monotonic_ns()
         if self.first_signal in PREEMPTING and not self.failed and not self.output_error:
             self._let_save(workers)
-        self.ended_ns = time.monotonic_ns()
+        self.ended_ns = clock.monotonic_ns()
         self.run_dir.mark(self.run_dir.ending)
         signals = self.signals
         workers.signal(signal.SIGTERM)
@@ -148,7 +153,7 @@ class Supervisor:
             host = self._processes[failure.role].host_of(failure.rank)
             raise launch_error(replace(failure, host=host), finished)
         result = RunResult(
-            time.monotonic() - self._start_s,
+            clock.monotonic() - self._start_s,
             tuple(policy.lost),
             tuple(run_dir.read_reports(workers)),
             bool(finished),
@@ -217,14 +222,14 @@ class Supervisor:
 
     def _until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         """Handle events until `done`, at most for so long."""
-        deadline_s = None if seconds is None else time.monotonic() + seconds
+        deadline_s = None if seconds is None else clock.monotonic() + seconds
         while not done():
             ends_s = [end for end in (deadline_s, self._decide_at_s) if end is not None]
-            left_s = max(0.0, min(ends_s) - time.monotonic()) if ends_s else None
+            left_s = max(0.0, min(ends_s) - clock.monotonic()) if ends_s else None
             with suppress(queue.Empty):
                 self._handle(self.events.get(timeout=left_s))
                 continue
-            if self._decide_at_s is not None and time.monotonic() >= self._decide_at_s:
+            if self._decide_at_s is not None and clock.monotonic() >= self._decide_at_s:
                 self._decide_held()
             elif deadline_s is not None:
                 return
@@ -258,7 +263,7 @@ class Supervisor:
                 return self.server_policy.survives(exit)
             self._processes["server"].note_exit(exit.rank)
             if not self._held:
-                self._decide_at_s = time.monotonic() + _GRACE_S
+                self._decide_at_s = clock.monotonic() + _GRACE_S
             self._held.append(exit)
             return True
         survives = self.policy.survives(exit)

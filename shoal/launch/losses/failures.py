@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ import msgspec
 
 import shoal
 from shoal import errors
+from shoal.runtime import clock
 from shoal.runtime.decoders import decode_json
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, signal_name
@@ -94,7 +94,7 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     if run_dir.failure(rank).exists():
         return
     report = FailureReport(
-        time_ns=time.monotonic_ns(),
+        time_ns=clock.monotonic_ns(),
         exit_status=_exit_status(error),
         sentence=str(error) if isinstance(error, errors.ShoalError) else "",
         traceback=""
@@ -108,6 +108,16 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
 def write_failure(run_dir: RunDir, rank: int, report: FailureReport) -> None:
     with suppress(OSError):  # a full disk must not hide the error that is being reported
         write_atomically(run_dir.failure(rank), msgspec.json.encode(report))
+
+
+def why_too_late(rank: int, have_finished: bool, is_elastic: bool) -> errors.ShoalError | None:
+    """Why a worker cannot come back; None where the others have finished."""
+    doing = "coming back: all workers were lost, and with them what they had trained"
+    if have_finished:
+        return None
+    if is_elastic:  # no worker that is started again could do better
+        return errors.ShoalError(f"worker {rank}, {doing}")
+    return errors.PeerLost(rank, None, doing)
 
 
 def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:

@@ -8,7 +8,6 @@ lease is removed by the others, and comes back without what it held.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from shoal.coordinator import Alive, Coordinator, CoordinatorError, Listing, ali
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, when_lost
+from shoal.runtime import clock
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.runtime.decoders import msgpack_decoder
@@ -67,7 +67,7 @@ class ServerPolicy:
         self._checkpoint = checkpoint
         self._are_here = are_here
         self._starts = dict.fromkeys(range(servers), 0)
-        self._start_ns = time.monotonic_ns()
+        self._start_ns = clock.monotonic_ns()
         self._started_ns = dict.fromkeys(range(servers), self._start_ns)
         self._pids: dict[int, int] = {}
         self._running = set(range(servers))
@@ -85,7 +85,7 @@ class ServerPolicy:
 
     def started(self, server: int, pid: int) -> None:
         with self._changing:
-            self._started_ns[server] = time.monotonic_ns()
+            self._started_ns[server] = clock.monotonic_ns()
             self._pids[server] = pid
             self._running.add(server)
 

@@ -13,7 +13,6 @@ loss before all of them have joined is not survived, since the others would wait
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from shoal.launch.here.output import Write
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.losses.lost_servers import LostServer, summarize_server_losses, without_service_s
+from shoal.runtime import clock
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir, read
 from shoal.runtime.wording import counted, listed, say
@@ -245,7 +245,7 @@ class LossPolicy:
         self._workers = workers
         self._tolerance = tolerance
         self._say = say
-        self._start_ns = time.monotonic_ns()
+        self._start_ns = clock.monotonic_ns()
         self._started_ns: dict[int, int] = {}  # of those that were started again
         self._to_restart: LostWorker | None = None
         self._has_succeeded = False
@@ -262,7 +262,7 @@ class LossPolicy:
         if lost is None or lost.rank != exit.rank:
             return False
         self._start_later(replace(lost, away="returned"))
-        self._started_ns[exit.rank] = time.monotonic_ns()
+        self._started_ns[exit.rank] = clock.monotonic_ns()
         return True
 
     def _start_later(self, worker: LostWorker) -> None:

@@ -24,7 +24,8 @@ import torch
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.select import shared_store
-from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StopTraining
+from shoal.errors import BadInput, RunOver, StopTraining
+from shoal.launch.losses import failures
 from shoal.launch.losses.failures import add_line_of_script, report_failure
 from shoal.launch.rank.environment import Placement
 from shoal.launch.rank.worker_group import WorkerGroup
@@ -181,16 +182,13 @@ class Worker:
             raise
 
     def _check_finished(self, over: RunOver) -> None:
-        """PeerLost where the others have not finished, but were lost."""
+        """Raises where the others have not finished, but were lost."""
         run_dir = self.config.run_dir
         have_finished = run_dir is None or bool(run_dir.finished_ranks())
         if self._group.membership is not None:
             have_finished = self._group.membership.has_finished
-        if not have_finished:
-            doing = "coming back: all workers were lost, and with them what they had trained"
-            error: ShoalError = PeerLost(self.rank, None, doing)
-            if self.strategy.is_elastic:  # no worker that is started again could do better
-                error = ShoalError(f"worker {self.rank}, {doing}")
+        error = failures.why_too_late(self.rank, have_finished, self.strategy.is_elastic)
+        if error is not None:
             self.fail(error)
             raise error from over
 
@@ -320,16 +318,12 @@ class Worker:
 
         Other launchers end the run with a lost worker.
         """
-        run_dir, meetings = self.run_dir, None
+        run_dir = self.run_dir
         if run_dir is None or not self.strategy.survives_loss or self.strategy.is_elastic:
             return None, None
-        from shoal.comm.members.board import FileBoard, GroupMember
-        from shoal.comm.members.elastic_sum import ElasticSum
-        from shoal.comm.members.meetings import Meetings
+        from shoal.comm.members.board import GroupMember
+        from shoal.comm.members.meetings import open_meetings
 
+        me, comes_back = GroupMember(self.rank, self.config.incarnation), self._group.comes_back
         file, patience_s = run_dir.meetings(self.number), self._group.patience_s
-        if self._group.comes_back:
-            me = GroupMember(self.rank, self.config.incarnation)
-            meetings = Meetings(FileBoard(file, run_dir), me, self.size, patience_s)
-        has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
-        return meetings, ElasticSum(file, self.rank, has_exited, patience_s)
+        return open_meetings(file, run_dir, me, self.size, comes_back, patience_s)

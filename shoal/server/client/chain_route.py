@@ -14,14 +14,13 @@ epoch says has no effect.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shoal.errors import PeerLost
 from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
 from shoal.protocol.connection import Connection
+from shoal.runtime import clock
 from shoal.runtime.trace import server_name
 from shoal.server.client import route
 from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
@@ -52,7 +51,7 @@ class ChainRoute(route.Route):
         self.view = ChainView(self.copies, caller.header.worker)
         self.find_head_s = FIND_HEAD_S
         self._interruptions = Interruptions(self.view)
-        self._viewing = threading.Lock()
+        self._viewing = clock.Lock()
         # where a channel leads, and how many heads had been found when it was connected
         self._led: dict[Channel, tuple[int, int]] = {}
         self._unreachable: set[int] = set()  # readers, in this epoch
@@ -62,7 +61,7 @@ class ChainRoute(route.Route):
         self._answer = SetUp()
         self._acknowledged = (0, 0)  # sequence and step of the latest push
         self._watch = ChainWatch(self)
-        self._searching = threading.Lock()
+        self._searching = clock.Lock()
         self._heads_found = 0
         self._found_at: int | None = None  # the head that was found last
         self._control: Connection | None = None  # to it, from the thread that found it
@@ -109,7 +108,7 @@ class ChainRoute(route.Route):
             if target != self._led[channel][0]:
                 self._move(channel, is_read, None)
         if request.is_answered:
-            self._watch.since_s[channel] = time.monotonic()
+            self._watch.since_s[channel] = clock.monotonic()
 
     def answered(self, channel: Channel, request: route.Request, began_s: float) -> None:
         self._watch.since_s.pop(channel, None)
@@ -130,7 +129,7 @@ class ChainRoute(route.Route):
             with self._viewing:
                 self._unreachable.add(self._led[channel][0])
         self._move(channel, is_read, broken)
-        self._watch.since_s[channel] = time.monotonic()
+        self._watch.since_s[channel] = clock.monotonic()
 
     def other_stats(self) -> list[bytes]:
         return self._watch.final_stats(LONGEST_ASK_S)
@@ -217,12 +216,12 @@ class ChainRoute(route.Route):
         attempt: Callable[[int, float], Connection | None],
     ) -> tuple[int, Connection]:
         """The first copy with a connection; PeerLost after `timeout_s`."""
-        began_s = time.monotonic()
+        began_s = clock.monotonic()
         ask_s = FIRST_ASK_S
         reason: Exception | None = None
         while not self.is_closing:
             has_learned = False
-            for copy in candidates(began_s + timeout_s - time.monotonic()):
+            for copy in candidates(began_s + timeout_s - clock.monotonic()):
                 try:
                     connection = attempt(copy, ask_s)
                     if connection is not None:
@@ -234,12 +233,12 @@ class ChainRoute(route.Route):
                         break
                 except (OSError, route.Broken, Refused) as error:
                     reason = error
-            if time.monotonic() - began_s > timeout_s:
+            if clock.monotonic() - began_s > timeout_s:
                 break
             if not has_learned:
-                time.sleep(route.RETRY_S)
+                clock.sleep(route.RETRY_S)
                 ask_s = min(2 * ask_s, LONGEST_ASK_S)
-        after_s = round(time.monotonic() - began_s, 1)
+        after_s = round(clock.monotonic() - began_s, 1)
         why = reason.doing if isinstance(reason, PeerLost) else reason or "no copy answers"
         raise PeerLost(self.rank, None, f"looking for the head of {self.whom} ({why})", after_s)
 

@@ -3,8 +3,6 @@ long it got no service of them."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from shoal.coordinator.client import open_coordinator
 from shoal.errors import ShoalError
 from shoal.protocol import Channel, Moved
 from shoal.protocol.connection import Connection
+from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import Periodic
@@ -74,7 +73,7 @@ class Interruptions:
 
     def __init__(self, view: ChainView):
         self._view = view
-        self._lock = threading.Lock()
+        self._lock = clock.Lock()
         self._epoch = view.epoch
         self._longest_s = 0.0
         self._broken_s: dict[Channel, float] = {}
@@ -82,14 +81,14 @@ class Interruptions:
 
     def broken(self, channel: Channel) -> None:
         """A request was not answered, and is sent again."""
-        self._broken_s.setdefault(channel, time.monotonic())
+        self._broken_s.setdefault(channel, clock.monotonic())
 
     def answered(self, channel: Channel, began_s: float, is_push: bool) -> None:
         broken_s = self._broken_s.pop(channel, None)
         since_s = began_s if is_push else broken_s
         with self._lock:
             if since_s is not None:
-                self._longest_s = max(self._longest_s, time.monotonic() - since_s)
+                self._longest_s = max(self._longest_s, clock.monotonic() - since_s)
             if is_push:
                 self._close()
 
@@ -120,7 +119,7 @@ class CopyAddresses(list[str]):
         may_move = any(address.startswith("tcp:") for address in addresses)
         has_coordinator = config is not None and config.coordinator is not None
         self._config = config if may_move and has_coordinator else None
-        self._asking = threading.Lock()
+        self._asking = clock.Lock()
         self._coordinator: Coordinator | None = None  # that is asked
 
     def look_again(self) -> None:
@@ -130,7 +129,7 @@ class CopyAddresses(list[str]):
         try:
             asked = self._coordinator = open_coordinator(self._config, "a worker")
             name = "shoal-ps-addresses"
-            threading.Thread(target=self._ask, args=(asked,), name=name, daemon=True).start()
+            clock.Thread(target=self._ask, args=(asked,), name=name, daemon=True).start()
         except (CoordinatorError, OSError, RuntimeError):  # RuntimeError: the interpreter ends
             self._asking.release()
 
@@ -168,10 +167,10 @@ class ChainWatch:
         self._chain = chain
         self._attached: dict[int, Connection] = {}
         self._detached: list[Connection] = []  # closed at the end: a thread may read from them
-        self._attaching = [threading.Lock() for _ in range(chain.view.copies)]
+        self._attaching = [clock.Lock() for _ in range(chain.view.copies)]
         self.since_s: dict[Channel, float] = {}  # when they began to wait for an answer
         self._is_over = False
-        self._probed_s = time.monotonic()
+        self._probed_s = clock.monotonic()
         self.looks = Periodic(f"shoal-ps-watch-{chain.index}", PROBE_S, self._look)
 
     def close(self) -> None:
@@ -240,7 +239,7 @@ class ChainWatch:
     def _look(self) -> None:
         """In the thread."""
         self.attach_members(_ATTACH_S)
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         since_s = min(list(self.since_s.values()), default=now_s)
         if now_s - since_s > PROBE_S or now_s - self._probed_s > _IDLE_PROBE_S:
             # until one says that there is a newer epoch

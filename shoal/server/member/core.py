@@ -24,6 +24,7 @@ import torch
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
+from shoal.runtime import clock
 from shoal.runtime.failpoints import failpoint
 from shoal.server.chain import Entry, messages, take
 from shoal.server.chain.manager import ChainManager, ReadLease
@@ -108,7 +109,7 @@ class Waiter:
     is_early: bool  # it is answered before it is committed
     on_committed: operations.OnCommitted | None = None
     outcome: Outcome | None = None
-    woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
+    woken: threading.Lock = field(default_factory=lambda: clock.Lock())  # held until it is woken
 
     def __post_init__(self) -> None:
         self.woken.acquire()
@@ -147,8 +148,8 @@ class ChainCore:
         """`on_reset`: this copy has lost its place."""
         self.place = place
         self.host = host
-        self.changed = threading.Condition()
-        self.applying = threading.Lock()
+        self.changed = clock.Condition()
+        self.applying = clock.Lock()
         self.links: dict[int, PeerLink] = {}
         self.lease = ReadLease()
         self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import queue
 import select
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import dial
+from shoal.runtime import clock
 from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.trace import Tracer, server_name
@@ -47,17 +46,17 @@ class PeerLink:
 
     def __post_init__(self) -> None:
         self._plain = self._header._replace(kind=FrameKind.CHAIN)
-        self._closed = threading.Event()
+        self._closed = clock.Event()
         self._connection: Connection | None = None
-        self._down_since_s = time.monotonic()
+        self._down_since_s = clock.monotonic()
         self._messages: queue.SimpleQueue[tuple[Connection, Posted] | None]
-        self._messages = queue.SimpleQueue()
+        self._messages = clock.Queue()
         self._posted = 0  # to the queue
         self._taken = 0  # from it, and sent
         self._name = server_name(self._owner.place.shard, self.peer)
         name = f"shoal-chain-{self.peer}"
         self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
+            clock.Thread(target=target, name=name, daemon=True)
             for target in (self._dial, self._send)
         ]
 
@@ -99,7 +98,7 @@ class PeerLink:
     @property
     def down_s(self) -> float:
         """For how long there has been no connection."""
-        return 0.0 if self._connection is not None else time.monotonic() - self._down_since_s
+        return 0.0 if self._connection is not None else clock.monotonic() - self._down_since_s
 
     def close(self) -> None:
         self._closed.set()
@@ -119,7 +118,7 @@ class PeerLink:
                     connection.abort()
                 self._owner.link_up(self.peer)
                 self._await_end(connection)
-                self._down_since_s = time.monotonic()
+                self._down_since_s = clock.monotonic()
                 self._connection = None
                 connection.close()
                 self._owner.link_lost(self.peer)
@@ -142,9 +141,10 @@ class PeerLink:
 
     def _await_end(self, connection: Connection) -> None:
         """Nothing comes but the end. In recv it would be woken by every frame that is taken."""
-        poll = select.poll()
-        poll.register(connection.sock, select.POLLIN)
-        poll.poll()
+        with suppress(ValueError):  # a virtual connection has no descriptor
+            poll = select.poll()
+            poll.register(connection.sock, select.POLLIN)
+            poll.poll()
         with suppress(OSError, ShoalError):
             connection.receive(_MAX_ANSWER_BYTES)
 
@@ -165,10 +165,10 @@ class PeerLink:
 
     @contextmanager
     def _span(self, connection: Connection, tracer: Tracer) -> Iterator[None]:
-        start_ns, before_bytes = time.monotonic_ns(), connection.sent_bytes
+        start_ns, before_bytes = clock.monotonic_ns(), connection.sent_bytes
         yield
         told = (f"chain {self._name}", "", None, connection.sent_bytes - before_bytes, self._name)
-        tracer.add("send", start_ns, time.monotonic_ns(), *told)
+        tracer.add("send", start_ns, clock.monotonic_ns(), *told)
 
     def _send_posted(self, connection: Connection, posted: Posted) -> None:
         if isinstance(posted, memoryview):

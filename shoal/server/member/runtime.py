@@ -10,12 +10,12 @@ limit, and only while their node lives.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from shoal.runtime import clock
 from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode, Fenced
@@ -130,7 +130,7 @@ class ChainRuntime(ChainCore):
             if node is not self.node:
                 raise self.elsewhere("was removed from its chain")
             self.await_committed()
-            if self.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
+            if self.lease.is_valid(node.epoch, clock.monotonic()) and node.is_member:
                 return
             try:
                 number, effects = node.ask()
@@ -142,7 +142,7 @@ class ChainRuntime(ChainCore):
 
     def _await_outcome(self, waiter: Waiter) -> Outcome:
         """Without the lock; Elsewhere if this member loses its place meanwhile."""
-        deadline_s = time.monotonic() + COMMIT_S
+        deadline_s = clock.monotonic() + COMMIT_S
         while not waiter.woken.acquire(timeout=1.0):
             self._check_waiting(waiter.node, deadline_s)
         if waiter.outcome is None:
@@ -157,13 +157,13 @@ class ChainRuntime(ChainCore):
         again: Callable[[], list[Effect]] = list,
     ) -> None:
         """Under the lock; Elsewhere if it loses its place. `again` is done every second."""
-        deadline_s = time.monotonic() + COMMIT_S
-        again_s = time.monotonic() + _AGAIN_S
+        deadline_s = clock.monotonic() + COMMIT_S
+        again_s = clock.monotonic() + _AGAIN_S
         while not is_ready():
             self._check_waiting(node, deadline_s)
-            self.changed.wait(max(0.0, again_s - time.monotonic()))
-            if time.monotonic() >= again_s:
-                again_s = time.monotonic() + _AGAIN_S
+            self.changed.wait(max(0.0, again_s - clock.monotonic()))
+            if clock.monotonic() >= again_s:
+                again_s = clock.monotonic() + _AGAIN_S
                 effects = again()
                 if effects:
                     self.run(effects)
@@ -180,5 +180,5 @@ class ChainRuntime(ChainCore):
             raise ModelFailure("the server was stopped")
         if node is not self.node:
             raise self.elsewhere("was removed from its chain")
-        if time.monotonic() > deadline_s:
+        if clock.monotonic() > deadline_s:
             raise ModelFailure(f"{self._awaited()} has not answered for {COMMIT_S:.0f} s")

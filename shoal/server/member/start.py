@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from shoal.coordinator import (
 )
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header
+from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.failpoints import failpoint
@@ -72,7 +72,7 @@ class Keeper:
         self._looks = Periodic("shoal-keeper", ttl_s / _OF_TTL, self._look)
         self._renewals = Periodic("shoal-keeper", ttl_s / _OF_TTL, self._renew)
         runtime.poke = self._looks.poke
-        self._registering = threading.Lock()
+        self._registering = clock.Lock()
         self._chain_key = f"chain/{runtime.place.shard}"
         self._alive_key = alive_key(runtime.place.process)
 
@@ -89,7 +89,7 @@ class Keeper:
 
     def _renew(self) -> None:
         lease = self._runtime.lease
-        asked_s = time.monotonic()
+        asked_s = clock.monotonic()
         with suppress(CoordinatorError):
             if self._lease is not None and lease.is_held:
                 try:
@@ -98,7 +98,7 @@ class Keeper:
                 except LeaseLost:
                     self._lease = None
                     lease.lost()
-            asked_s = time.monotonic()
+            asked_s = clock.monotonic()
             granted = self._leases.grant(self._ttl_s, self._runtime.place.in_words())
             self._register(granted, self._leases)
             lease.granted(asked_s, granted.ttl_s)
@@ -133,7 +133,7 @@ class Keeper:
                 if self._registered != self._alive_now():
                     self._register(lease, self._coordinator)
                 with runtime.changed:
-                    request = runtime.manager.next_request(time.monotonic())
+                    request = runtime.manager.next_request(clock.monotonic())
                 if isinstance(request, Fetch):
                     self._fetch(request)
                 elif request is not None:
@@ -210,7 +210,7 @@ class Leading:
             elif model.state.open_step is not None:
                 closing = self._closing.get(number)
                 if closing is None or not closing.is_alive():
-                    closing = threading.Thread(target=self._close_step, args=(number, model))
+                    closing = clock.Thread(target=self._close_step, args=(number, model))
                     closing.daemon = True
                     closing.start()
                     self._closing[number] = closing
@@ -229,7 +229,7 @@ class Leading:
             for worker, member in list(model.membership.members.items())
             if not member.channels and worker not in model.membership.departed
         }
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         self._absent = {key: self._absent.get(key, now_s) for key in absent}
         for (number, worker), since_s in self._absent.items():
             if now_s - since_s > ABSENT_S:

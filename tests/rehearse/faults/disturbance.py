@@ -1,0 +1,185 @@
+"""Faults in virtual time: of messages, connections and processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from shoal.rehearse.network import VirtualMessage
+from shoal.rehearse.sockets import VirtualSocket
+from shoal.rehearse.virtual_time import Fiber, VirtualTime
+from shoal.runtime import clock
+from shoal.runtime.acceptor import SILENT_PEER_S
+from shoal.train.checkpoints import tensor_file
+from tests.rehearse.faults.scenario import AnyOrder, Breaks, Cut, Delays, Scenario, Stop
+
+LIMIT_S = 2000.0  # of virtual time: longer than all faults and limits of a run together
+
+
+class DisturbedTime(VirtualTime):
+    """Processes stop, threads run in any order, and no run takes for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped: dict[str, float] = {}  # until when, by the name of a process
+        self.order: random.Random | None = None
+        self.is_too_long = False
+        self.at(LIMIT_S, self._give_up)
+
+    def _next(self) -> Fiber:
+        while True:
+            if self.order is not None and len(self._ready) > 1:
+                self._ready.rotate(-self.order.randrange(len(self._ready)))
+            fiber = super()._next()
+            until_s = self.stopped.get(getattr(fiber.group, "name", ""), 0.0)
+            if until_s <= self.now_s or fiber.is_ending:
+                return fiber
+            self.at(until_s, partial(self.wake, fiber))
+
+    def _give_up(self) -> None:
+        self.is_too_long = True
+        self._hang()
+
+
+class Disturbance:
+    """What a scenario does to messages and connections; everything follows from its seed."""
+
+    def __init__(self, scenario: Scenario, time: DisturbedTime):
+        self._random = random.Random(f"disturbance {scenario.seed}")
+        self._time = time
+        self._cuts = [fault for fault in scenario.faults if isinstance(fault, Cut)]
+        self._delays = [fault for fault in scenario.faults if isinstance(fault, Delays)]
+        self._breaks = next((f for f in scenario.faults if isinstance(f, Breaks)), None)
+        self._left = 0 if self._breaks is None else self._breaks.connections
+        self._connections: list[tuple[VirtualSocket, VirtualSocket]] = []
+        self.broken = 0
+        if any(isinstance(fault, AnyOrder) for fault in scenario.faults):
+            time.order = random.Random(f"order {scenario.seed}")
+        for fault in scenario.faults:
+            if isinstance(fault, Stop):
+                time.at(fault.at_s, partial(self._stop, fault))
+            if isinstance(fault, Cut) and fault.for_s > SILENT_PEER_S:
+                time.at(fault.at_s + SILENT_PEER_S, partial(self._end_across, fault))
+
+    def leaves_s(self, message: VirtualMessage) -> float:
+        leaves_s = self._time.now_s
+        for delays in self._delays:
+            if self._random.random() < delays.share:
+                leaves_s += self._random.random() * delays.most_s
+        return self._healed_s(message.src, message.dst, leaves_s)
+
+    def reach(self, src: int, dst: int, timeout_s: float) -> None:
+        wait_s = self._healed_s(src, dst, self._time.now_s) - self._time.now_s
+        if wait_s > 0:
+            clock.sleep(min(wait_s, timeout_s))
+        if wait_s > timeout_s:
+            raise TimeoutError("timed out")
+
+    def connected(self, here: VirtualSocket, there: VirtualSocket) -> None:
+        self._connections.append((here, there))
+        breaks = self._breaks
+        if breaks is None or not self._left:
+            return
+        is_of_server = self._time.current.name.startswith(("shoal-serve", "shoal-follow"))
+        if is_of_server and not breaks.of_servers:
+            return
+        if self._random.random() < 0.6:
+            self._left -= 1
+            _Break(self, here, there, self._random.randrange(breaks.most_bytes))
+
+    def broke(self, here: VirtualSocket, there: VirtualSocket) -> None:
+        self.broken += 1
+        assert self._breaks is not None
+        for end in (here, there):
+            late_s = self._random.choice((0.0, self._random.random() * self._breaks.late_s))
+            self._time.at(self._time.now_s + late_s, end.reset)
+
+    def _healed_s(self, src: int, dst: int, moment_s: float) -> float:
+        for cut in self._cuts:
+            is_across = src != dst and cut.device in (src, dst)
+            if is_across and cut.at_s <= moment_s < cut.at_s + cut.for_s:
+                return cut.at_s + cut.for_s
+        return moment_s
+
+    def _stop(self, stop: Stop) -> None:
+        until_s = self._time.stopped.get(stop.name, 0.0)
+        self._time.stopped[stop.name] = max(until_s, stop.at_s + stop.for_s)
+
+    def _end_across(self, cut: Cut) -> None:
+        """Both systems have heard nothing for so long."""
+        for here, there in self._connections:
+            devices = here.place.device, there.place.device
+            if cut.device in devices and devices[0] != devices[1]:
+                here.carries = there.carries = lambda size: 0
+                here.reset()
+                there.reset()
+
+
+class _Break:
+    """A connection that breaks when it has carried so many bytes."""
+
+    def __init__(
+        self, disturbance: Disturbance, here: VirtualSocket, there: VirtualSocket, left: int
+    ):
+        self._disturbance = disturbance
+        self._ends = here, there
+        self._left = left
+        self._is_broken = False
+        here.carries = there.carries = self.carry
+
+    def carry(self, size: int) -> int:
+        if self._is_broken:
+            return 0
+        if size <= self._left:
+            self._left -= size
+            return size
+        self._is_broken = True
+        self._disturbance.broke(*self._ends)
+        return self._left
+
+
+# ---------------------------------------------------------------------- disks
+
+
+class _FullFile:
+    """A file on a disk with so much room left."""
+
+    def __init__(self, handle: Any, room: list[int]):
+        self._handle = handle
+        self._room = room
+
+    def __enter__(self) -> _FullFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def write(self, data: memoryview) -> int:
+        taken = min(len(data), self._room[0])
+        self._handle.write(data[:taken])
+        self._room[0] -= taken
+        if taken < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """While the block runs, there is room for so many bytes of tensors."""
+    room = [num_bytes]
+
+    def limited(file: Path, mode: str, **options: Any) -> Any:
+        return _FullFile(open(file, mode, **options), room)
+
+    with mock.patch.object(tensor_file, "open", limited, create=True):
+        yield

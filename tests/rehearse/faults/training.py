@@ -1,0 +1,218 @@
+"""What every worker trains, and what is written down on the way."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.errors import CheckpointError
+from shoal.server import messages
+from shoal.server.client.client import Client
+from shoal.server.model.state import ModelState
+from shoal.train.job import Job
+from tests.models import mlp, samples
+from tests.rehearse.faults.disturbance import full_disk
+from tests.rehearse.faults.scenario import FullDisk, Scenario
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+}
+
+
+class Counts(nn.Module):
+    """Each weight counts how often the gradient of its sample was applied.
+
+    The loss is minus the mean of the outputs, so gradients do not depend on the weights. With SGD
+    and the global batch size as learning rate a sample of a full batch adds 1 to its weight.
+    """
+
+    def __init__(self, samples: int):
+        super().__init__()
+        ends = [0, samples // 3, samples // 3 + 1, samples]
+        self.columns = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        self.parts = nn.ModuleList(
+            nn.Linear(each.stop - each.start, 1, bias=False) for each in self.columns
+        )
+        for part in self.parts:
+            nn.init.zeros_(part.weight)  # type: ignore[arg-type]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [samples, samples of the dataset], one 1 in each."""
+        parts = zip(self.parts, self.columns, strict=True)
+        return sum((part(rows[:, columns]) for part, columns in parts), torch.zeros(()))
+
+
+def counting_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -outputs.mean()
+
+
+class Trained(NamedTuple):
+    """What one worker had of the global batch of a step: indices of samples."""
+
+    samples: tuple[int, ...]
+    total: int
+
+
+class Acknowledged(NamedTuple):
+    worker: int
+    step: int
+    verdict: str
+
+
+@dataclass
+class Record:
+    """What has happened, as the workers and the leader's log have it."""
+
+    begun: dict[tuple[int, int], Trained] = field(default_factory=dict)  # by worker and step
+    done: list[tuple[int, int]] = field(default_factory=list)  # and not skipped
+    acks: list[Acknowledged] = field(default_factory=list)
+    logs: dict[int, list[messages.Decision]] = field(default_factory=dict)  # of each leader
+    losses: dict[int, list[float]] = field(default_factory=dict)  # by worker
+    full: dict[int, Tensor] = field(default_factory=dict)  # ... weights that would be saved
+    saved_steps: list[int] = field(default_factory=list)
+    refused_saves: int = 0
+
+
+def shapes_of(scenario: Scenario) -> tuple[Callable[[], nn.Module], Callable[..., Tensor], Any]:
+    if scenario.model == "mlp":
+        return mlp, F.cross_entropy, samples(scenario.samples)
+    rows = torch.eye(scenario.samples)
+    data = TensorDataset(rows, torch.zeros(scenario.samples))
+    return partial(Counts, scenario.samples), counting_loss, data
+
+
+def train(scenario: Scenario, record: Record, folder: Path, job: Job) -> None:
+    make, loss, data = shapes_of(scenario)
+    optimizer = OPTIMIZERS[scenario.optimizer]
+    if scenario.model == "counts":
+        optimizer = partial(torch.optim.SGD, lr=float(scenario.batch))
+    options: dict[str, Any] = {}
+    if scenario.microbatches > 1:
+        options["microbatches"] = scenario.microbatches
+    step = job.step(
+        make(),
+        loss,
+        optimizer=optimizer,
+        clip_norm=scenario.clip_norm,
+        exact=scenario.exact,
+        **options,
+    )
+    job.checkpoints.dry = not scenario.saves
+    rank = job.rank
+    losses = record.losses[rank] = []
+    for epoch in job.epochs(scenario.epochs):
+        for batch in job.batches(data, scenario.batch):
+            number = step.steps
+            record.begun[rank, number] = _trained(batch)
+            losses.append(float(step(batch)))
+            if not step.sync.is_skipped:
+                record.done.append((rank, number))
+        if scenario.saves:
+            _save(scenario, record, folder, job, epoch)
+    with step.sync.full_weights():
+        record.full[rank] = _weights_of(step.model)
+
+
+def _weights_of(model: nn.Module) -> Tensor:
+    """Those that are here, of a pipeline."""
+    held = [p.detach().flatten() for p in model.parameters() if p.device.type != "meta"]
+    return torch.cat(held).clone()
+
+
+def _save(scenario: Scenario, record: Record, folder: Path, job: Job, number: int) -> None:
+    disk = next((f for f in scenario.faults if isinstance(f, FullDisk) and f.save == number), None)
+    try:
+        with nullcontext() if disk is None else full_disk(disk.num_bytes):
+            job.save(folder)
+    except CheckpointError:
+        record.refused_saves += job.rank == 0
+    else:
+        if job.rank == 0:
+            record.saved_steps.append(job.steps)
+
+
+def _trained(batch: Any) -> Trained:
+    rows, *_ = batch
+    if rows.dim() != 2 or rows.shape[0] != batch.rows:
+        return Trained((), batch.total)
+    numbers = rows.argmax(1).tolist()
+    ends = itertools.accumulate(max(1, size) for size in batch.microbatch_sizes)
+    sizes = zip(batch.microbatch_sizes, ends, strict=True)
+    return Trained(tuple(n for size, end in sizes for n in numbers[end - size : end]), batch.total)
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Write down acknowledgements, as workers get them, and decisions of the first leader."""
+    alive: list[ModelState] = []  # so that none has the number of another one
+    decide, apply = Client.decide, ModelState.apply
+
+    def decided(self: Client, commit: messages.Commit, *args: Any) -> messages.Ack:
+        ack = decide(self, commit, *args)
+        record.acks.append(Acknowledged(self.rank, commit.step, ack.verdict))
+        return ack
+
+    def applied(self: ModelState, decision: messages.Decision) -> None:
+        apply(self, decision)
+        if self.spec.index == 0:
+            record.logs.setdefault(id(self), []).append(decision)
+            alive.append(self)
+
+    with (
+        mock.patch.object(Client, "decide", decided),
+        mock.patch.object(ModelState, "apply", applied),
+    ):
+        yield
+
+
+Log = list[messages.Decision]
+
+
+def whole_log(record: Record) -> Log:
+    """Of the leader, or of the copy of it that has applied most from the start on."""
+    return max(record.logs.values(), key=len, default=[])
+
+
+def counts_from_log(scenario: Scenario, record: Record, log: Log) -> Tensor:
+    """The weights of `Counts` that the leader's decisions and the workers' batches lead to."""
+    weights = torch.zeros(scenario.samples, dtype=torch.float64)
+    for divisor, pushes in updates_of(log):
+        for worker_and_step in pushes:
+            trained = record.begun[worker_and_step]
+            for sample in trained.samples:
+                weights[sample] += scenario.batch / trained.total / divisor
+    return weights
+
+
+def updates_of(log: Log) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """What each update was divided by, and its pushes: worker and step."""
+    counted: list[tuple[int, int]] = []
+    for decision in log:
+        if isinstance(decision, messages.PushDecided) and decision.verdict != "dropped":
+            counted.append((decision.worker, decision.step))
+        elif isinstance(decision, messages.StepApplied):
+            yield decision.divisor, counted
+            counted = []
+
+
+def pushes_in(log: Log) -> dict[tuple[int, int], list[str]]:
+    """Verdicts by worker and step."""
+    found = defaultdict[tuple[int, int], list[str]](list)
+    for decision in log:
+        if isinstance(decision, messages.PushDecided):
+            found[decision.worker, decision.step].append(decision.verdict)
+    return found

@@ -1,0 +1,30 @@
+"""Runs with faults: a fixed slice of the seeds of `make rehearse`, and mistakes that it finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.products import few_or_all
+from tests.rehearse.faults.outcome import run
+from tests.rehearse.faults.planted import MISTAKES, planted_mistake
+from tests.rehearse.faults.scenario import draw
+
+
+@pytest.mark.parametrize("seed", range(few_or_all(30, 400)))
+def test_a_run_with_faults_ends_as_its_rule_allows(seed: int) -> None:
+    outcome = run(draw(seed))
+    assert outcome.is_good, f"{outcome.ending}: {outcome.said}"
+
+
+def test_a_seed_draws_the_same_faults_and_ends_at_the_same_moment() -> None:
+    for seed in range(5):
+        assert draw(seed) == draw(seed)
+        assert run(draw(seed)) == run(draw(seed))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_found_within_200_seeds(name: str) -> None:
+    with planted_mistake(name):
+        found = next((seed for seed in range(200) if not run(draw(seed)).is_good), None)
+    assert found is not None
