@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime import clock
 from shoal.runtime.decoders import msgpack_decoder
 
 MAX_VALUE_BYTES = 64 << 10
@@ -172,9 +172,9 @@ class Coordinator(AbstractContextManager["Coordinator"]):
 
     def watch(self, name: str, seen: Listing | None, timeout_s: float = WATCH_S) -> Listing:
         """The keys as soon as they are others than those that were seen, or after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while (found := self.list(name)) == seen and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_S)
+        deadline_s = clock.monotonic() + timeout_s
+        while (found := self.list(name)) == seen and clock.monotonic() < deadline_s:
+            clock.sleep(_LOOK_S)
         return found
 
     def _result(self, request: Request, kind: type[T]) -> T:

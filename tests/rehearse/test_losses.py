@@ -157,7 +157,7 @@ COPIED = ["ps(replicas=2)", 'ps(replicas=2, servers=2, mode="async")', "ps(repli
 @pytest.mark.parametrize("strategy", COPIED)
 @pytest.mark.parametrize("kill", ["server:0@4", "server:1@4"])
 def test_copies_of_servers_go_on_and_one_that_was_lost_catches_up(strategy: str, kill: str) -> None:
-    runs = [lossy(strategy, kill, restart_s=0.01) for _ in range(2)]
+    runs = [lossy(strategy, kill, restart_s=0.3) for _ in range(2)]
     assert timeline(runs[0]) == timeline(runs[1])
     found = runs[0]
     assert finished(found) == [0, 1, 2, 3]

@@ -101,7 +101,7 @@ def test_what_was_sent_arrives_before_the_end_of_the_connection() -> None:
                 sock.send(b"late")
 
         def speak() -> None:
-            sock = machine.sockets.connect("virtual:here")
+            sock = machine.sockets.connect("virtual:here", 1.0)
             sock.send(b"one")
             sock.send(b"two")
             machine.processes.kill("worker 1")
@@ -125,10 +125,10 @@ def test_nothing_answers_where_a_killed_process_has_listened() -> None:
             clock.Event().wait()
 
         def ask() -> None:
-            machine.sockets.connect("virtual:here").close()
+            machine.sockets.connect("virtual:here", 1.0).close()
             machine.processes.kill("server 0")
             with pytest.raises(ConnectionRefusedError):
-                machine.sockets.connect("virtual:here")
+                machine.sockets.connect("virtual:here", 1.0)
 
         machine.start("server 0", 0, serve)
         machine.start("worker 0", 1, ask)
