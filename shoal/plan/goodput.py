@@ -102,12 +102,12 @@ def goodput_of(
         term, other = way
         state = (other.memory.parameters + other.memory.optimizer) * cluster.node.devices
         join_s = state / cluster.node_bytes_per_s
-        starting = (failures.start_s + join_s) / failures.mtbf_s
-        missing = min(1.0, (missing_nodes(load, failures.spares) + starting) / nodes)
+        there = 1 - missing_nodes(load, nodes, failures.spares) / nodes
+        starting = min(1.0, (failures.start_s + join_s) / failures.mtbf_s / nodes)
         goes_on = getattr(term, "mode", "sync") == "async"  # no worker waits for another
         stops = Renewal(failures.mtbf_s, recovery_s=0.0 if goes_on else failures.detect_s + join_s)
         interval_s = other.step_s * max(1, term.meets_every)
-        shares = stops.shares(interval_s, missing)
+        shares = stops.shares(interval_s, 1 - there * (1 - starting))
         name = "replicated" if term.has_servers else "elastic"
         answers.append(Answer(name, other.strategy, other.step_s, shares, interval_s))
     return Goodput(failures, nodes, whole, renewal, tuple(answers))

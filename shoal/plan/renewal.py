@@ -43,8 +43,7 @@ class Renewal:
             fails = -math.expm1(-cycle_s / self.mtbf_s)
             kept = math.exp(-first_s / self.mtbf_s) / fails / self.mtbf_s
         cycles, useful = kept * cycle_s, kept * interval_s
-        lost, there = 1 - restarts - cycles, 1 - repair
-        saves = cycles - useful
+        saves, lost, there = cycles - useful, 1 - restarts - cycles, 1 - repair
         return Shares(there * useful, there * saves, there * lost, there * restarts, repair)
 
     @property
@@ -63,7 +62,6 @@ class Renewal:
 
     @property
     def daly_s(self) -> float:
-        """His estimate of higher order."""
         ratio = self.held_s / (2 * self.mtbf_s)
         if ratio >= 1:
             return self.mtbf_s
@@ -78,10 +76,12 @@ def waiting_share(load: float, spares: int) -> float:
     return blocked
 
 
-def missing_nodes(load: float, spares: int) -> float:
-    """The mean number of nodes that a run goes on without, where it does not wait."""
-    missing, chance = load - spares, math.exp(-load)  # of so many broken nodes
-    for broken in range(spares):
-        missing += (spares - broken) * chance
-        chance *= load / (broken + 1)
-    return missing
+def missing_nodes(load: float, nodes: int, spares: int) -> float:
+    """The mean number that a run goes on without, where it does not wait; these do not fail."""
+    total, missing = 1.0, 0.0  # over the chance of so many broken nodes
+    for broken in range(1, nodes + spares + 1):
+        rate = max(1e-300, load * min(1, (nodes + spares + 1 - broken) / nodes)) / broken
+        total, missing = 1 + total / rate, max(0, broken - spares) + missing / rate
+        if total > 1e18:
+            break
+    return missing / total
