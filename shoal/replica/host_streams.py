@@ -159,18 +159,20 @@ class HostStreams:
     def _streams(self) -> list[_Stream]:
         if not self._all:
             python = _Stream(random.getstate, random.setstate, random.seed, _python_words())
-            self._begin(*([_TorchStream()] if self._with_torch else []), python)
+            torchs = [_TorchStream()] if self._with_torch else []
+            self._all = self._begun(*torchs, python)
         if not self._has_numpy and "numpy" in sys.modules:
             self._has_numpy = True
             numpy: Any = sys.modules["numpy"].random
             get, put = numpy.get_state, numpy.set_state
-            self._begin(_Stream(get, put, lambda s: numpy.seed(s % 2**32), _numpy_words()))
+            of_numpy = _Stream(get, put, lambda s: numpy.seed(s % 2**32), _numpy_words())
+            self._all = [*self._all, *self._begun(of_numpy)]
         return self._all
 
-    def _begin(self, *streams: _Stream) -> None:
+    def _begun(self, *streams: _Stream) -> list[_Stream]:
         for stream in streams:
             stream.begin(self._is_drawn_from)
-        self._all += streams
+        return list(streams)
 
 
 host_streams = HostStreams()

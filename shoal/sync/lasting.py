@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +18,12 @@ from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.runtime import clock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.waits import Backoff, waiting
+from shoal.runtime.waits import until, waiting
 from shoal.sync import Replica, Sync
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from shoal.transport.shm.rank_memory import RankMemory, header_bytes
 
 _ALIGN = 64
-_FIRST_LOOK_S = 0.0005
-_LONGEST_LOOK_S = 0.02
 
 
 def aligned_bytes(sizes: Iterable[int]) -> int:
@@ -98,15 +97,13 @@ class InRankMemory(Sync):
 
     def _wait_for(self, is_behind: Callable[[int], bool]) -> None:
         """Until none of the others that still train is behind."""
-        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
 
         def behind() -> str:
             late = [peer for peer in self._present() if is_behind(peer)]
             return " and ".join(f"rank {r}" for r in late if not self.ranks.has_finished(r))
 
-        with waiting(f"rank {self.rank}", behind, "the end of a step"):
-            while behind():
-                pause()
+        wait = waiting(f"rank {self.rank}", behind, "the end of a step")
+        until(lambda: not behind() or None, wait, math.inf, AssertionError)
 
     def close(self) -> None:
         self.ranks.close()

@@ -85,6 +85,7 @@ class NativeWork(QueuedWork):
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
 _ON_GPU = frozenset(("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
+_IN_PLACE = frozenset(("broadcast", "reduce", "all_reduce", "scan"))
 
 
 class SharedMemory(Executor):
@@ -166,13 +167,20 @@ class SharedMemory(Executor):
         return {"all_reduce": short_all_reduce, "broadcast": short_broadcast}
 
     def submit(self, call: Call) -> QueuedWork:
-        if self.device is not None and call.kind in _ON_GPU:
+        kind, data, out, op, root, _, _, timeout_s = call
+        if self.device is not None and kind in _ON_GPU:
             work = self._on_gpu(call, self.device)
             if work is not None:
                 return work
-        if call.kind == "barrier":
-            return self._start((0, 0, 0, 0, 0, 0, 0), call.timeout_s)
-        if call.kind == "all_to_all_uneven":
+        if data is out and kind in _IN_PLACE and isinstance(data, Tensor):
+            code = DTYPE_CODES.get(data.dtype)
+            if code is not None and data.is_cpu and data.is_contiguous():
+                at = data.data_ptr()
+                args = (KIND_CODES[kind], at, at, data.numel(), code, op.code, root)
+                return self._start(args, timeout_s, data)
+        if kind == "barrier":
+            return self._start((0, 0, 0, 0, 0, 0, 0), timeout_s)
+        if kind == "all_to_all_uneven":
             return self._all_to_all_uneven(call)
         return self._with_operands(call)
 
