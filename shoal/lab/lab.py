@@ -235,7 +235,9 @@ class LabMachines:
     def replacement(
         self, machine: Machine, lost: Collection[str], over: threading.Event
     ) -> Machine:
-        """The next one that is not lost, in the order of the hosts."""
+        """The same, or the next one that is not lost, in the order of the hosts."""
+        if machine.name not in lost:
+            return machine
         hosts = self.hosts(len(self._lab.hosts))
         first = [host.name for host in hosts].index(machine.name)
         for host in (*hosts[first:], *hosts[:first]):

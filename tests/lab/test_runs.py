@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import LabMachines, build_lab, remove_lab
 from shoal.launch.here.local import LaunchSpec
+from shoal.launch.here.process_config import SINGLE_COPY
 from shoal.launch.hosts.remote import run_remote
 from shoal.runtime.config import RunConfig
 from tests import scripts
@@ -59,6 +61,15 @@ def test_workers_are_spread_over_hosts_that_are_apart(lab: str, tmp_path: Path) 
     ]
     hosts = [line.split()[-1] for line in lines if "] id " in line]
     assert hosts == ["h0", "h0", "h1", "h2", "h3"]
+
+
+def test_what_was_lost_starts_again_on_its_host_unless_that_is_lost(lab: str) -> None:
+    over = threading.Event()
+    with LabMachines(lab) as machines:
+        for host in (*machines.hosts(5), *machines.server_hosts(4, SINGLE_COPY).servers):
+            assert machines.replacement(host, (), over) == host
+        hosts = [machines.replacement(host, {"h1"}, over) for host in machines.hosts(4)]
+    assert [host.name for host in hosts] == ["h0", "h2", "h2", "h3"]
 
 
 @pytest.mark.whole

@@ -27,16 +27,14 @@ def test_pushes_count_once_though_connections_between_replicas_break(
 ) -> None:
     """Replicas reach each other through proxies, and clients do not."""
     proxies: dict[str, CuttingProxy] = {}
-    address_of = AddressBook.of
 
-    def proxied(book: AddressBook, process: int) -> str | None:
-        address = address_of(book, process)
-        if address is not None and address not in proxies:
+    def proxied(book: AddressBook, process: int, address: str) -> None:
+        if address not in proxies:
             proxies[address] = CuttingProxy(address, seed + len(proxies), cuts, 2_000)
             stack.callback(proxies[address].close)
-        return None if address is None else proxies[address].address
+        dict.__setitem__(book, process, proxies[address].address)
 
-    monkeypatch.setattr(AddressBook, "of", proxied)
+    monkeypatch.setattr(AddressBook, "__setitem__", proxied)
     with ExitStack() as stack:
         made = stack.enter_context(world(tls=PLAIN))
         client = made.client(0, ASYNC)
