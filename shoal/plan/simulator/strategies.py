@@ -84,7 +84,12 @@ def simulate_step(
     uneven = uneven or Unevenness()
     is_wanted = ranks.size > MOST_APART if by_symmetry is None else by_symmetry
     serves = agreeing.way == "servers"
-    is_on = is_wanted and uneven.noise == Noise() and not (serves and work.stages > 1)
+    is_on = is_wanted and uneven.noise == Noise() and not (serves and ranks[0].size > 1)
+    if not is_on and ranks.size > MOST_UNLIKE:
+        raise BadInput(
+            f"{ranks.size} workers that are not alike are too many to simulate: without noise, and "
+            f"without tp or pp beside servers, they may be more than {MOST_UNLIKE}"
+        )
     if is_on and serves and (agreeing.is_async or agreeing.staleness is not None):
         return _throughput(work, agreeing, ranks, routes, uneven)
     alike = Symmetry(routes, is_on)
@@ -161,6 +166,7 @@ def _span(kind: str, start_s: float, end_s: float, track: str, detail: str) -> S
     return Span(kind, round(start_s * 1e9), round(end_s * 1e9), track, detail)
 
 
+MOST_UNLIKE = 20_000  # ranks that are simulated one by one
 MOST_APART = 64  # ranks of which each is simulated, alike or not
 MOST_MICROBATCHES = 3  # of each stage
 _SOME_STEPS = 8  # of strategies whose workers do not wait for each other
