@@ -124,30 +124,29 @@ def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None
 
 
 def _slow(texts: Sequence[str], cluster: Cluster, workers: int) -> dict[int, float]:
-    """By worker, times slower."""
+    """By worker, times slower; for a node or rack what is said of its first worker."""
     found: dict[int, float] = {}
     for text in texts:
         where, _, factor = text.rpartition(":")
-        if where.startswith(("node:", "rack:")):
-            ranks = _workers_at(where, "--slow", cluster, workers)
-            [times] = read_slow([f"{ranks[0]}:{factor}"], workers).values()
-            found |= dict.fromkeys(ranks, times)
-    named = [text for text in texts if not text.startswith(("node:", "rack:"))]
-    return found | read_slow(named, workers)
+        ranks = _workers_at(where, "--slow", cluster, workers)
+        found |= dict.fromkeys(ranks, read_slow([f"{ranks[0]}:{factor}"], workers)[ranks[0]])
+    return found
 
 
 def _workers_at(text: str, option: str, cluster: Cluster, workers: int) -> range:
     """A worker, or those of a node or rack."""
-    match = re.fullmatch(r"(?:(node|rack):)?([0-9]{1,9})", text)
+    match = re.fullmatch(r"(node:|rack:|)([0-9]{1,9})", text)
     if match is None:
-        raise BadInput(f"{option} takes a worker such as 12, node:2 or rack:3, not {text[:40]!r}")
-    devices = cluster.node.devices
-    in_rack = (cluster.nodes_per_rack or cluster.nodes) * devices
-    each = {None: 1, "node": devices, "rack": in_rack}[match[1]]
+        raise BadInput(
+            f"{option} is about a worker such as 12, node:2 or rack:3, not {text[:40]!r}"
+        )
+    in_node = cluster.node.devices
+    in_rack = (cluster.nodes_per_rack or cluster.nodes) * in_node
+    each = {"": 1, "node:": in_node, "rack:": in_rack}[match[1]]
     first = int(match[2]) * each
     if first >= workers:
-        last = f"the last of {counted(workers, 'worker')} is in {match[1]} {(workers - 1) // each}"
-        raise BadInput(f"{option} {text}: {last}" if match[1] else f"{option}: no worker {text}")
+        last = f"the last of {counted(workers, 'worker')} is {match[1]}{(workers - 1) // each}"
+        raise BadInput(f"{option}: there is no {text if match[1] else 'worker ' + text}, {last}")
     return range(first, min(first + each, workers))
 
 

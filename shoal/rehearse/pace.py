@@ -14,8 +14,8 @@ from typing import Any
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
-from shoal.plan.simulator.step_tasks import Unevenness
-from shoal.plan.step.step_price import weights_of
+from shoal.plan.simulator.step_tasks import StepWork, Unevenness
+from shoal.plan.simulator.strategies import work_of
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
 from shoal.rehearse.virtual_time import VirtualTime
@@ -31,17 +31,15 @@ class WorkerTimes:
     """Seconds of one worker alone: for `rows` samples by stage, and for an update."""
 
     rows: int
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    weight_s: tuple[float, ...]
+    work: StepWork
     update_s: float
     apply_s: float = 0.0  # of a server, for an update of its shard
 
     def seconds(self, kind: str, detail: str, stage: int) -> float:
-        weight_s = self.weight_s[stage]
+        weight_s = self.work.weight_s[stage]
         if kind == "backward":  # I of a zero-bubble schedule: gradients of inputs alone
-            return self.backward_s[stage] - (weight_s if detail.startswith("I") else 0.0)
-        return {"forward": self.forward_s[stage], "weight gradient": weight_s}[kind]
+            return self.work.backward_s[stage] - (weight_s if detail.startswith("I") else 0.0)
+        return {"forward": self.work.forward_s[stage], "weight gradient": weight_s}[kind]
 
 
 def step_times(
@@ -54,18 +52,15 @@ def step_times(
     resolved = resolve_step(workload, strategy, workers, settings)
     term: Any = strategy.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings)
-    agreeing = price_of(term, question).agreeing
-    table, stages = pricer.dealt(resolved.layout, resolved.split, resolved.shape)
-    serves = agreeing.way == "servers"
-    share = 1 / question.replicas if agreeing.way == "zero" else 1.0
+    way = price_of(term, question).agreeing.way
+    work = work_of(pricer, resolved, question, way, has_messages=False)
+    serves = way == "servers"
     updates_here = not serves or term.update == "worker"
-    device = pricer.cluster.device
+    fixed_s = resolved.fixed_s(pricer.cluster.device)
     return WorkerTimes(
         resolved.split.microbatch,
-        tuple(weights_of(stages, [t.forward.seconds for t in table.times])),
-        tuple(weights_of(stages, [t.backward.seconds + t.recompute.seconds for t in table.times])),
-        tuple(weights_of(stages, [time.weight_s for time in table.times])),
-        (question.update_part(share).seconds if updates_here else 0.0) + resolved.fixed_s(device),
+        work,
+        work.update_s if updates_here else fixed_s,
         Serving(term, question).update_s() if serves else 0.0,
     )
 

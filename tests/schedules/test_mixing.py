@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import shoal
 from shoal.errors import StrategyError
 from shoal.schedules import graphs as edges
+from shoal.schedules import mixing
 from shoal.schedules.graphs import Edge, read_edges, write_edges
-from shoal.schedules.mixing import Mixing, mixing_for
+from shoal.schedules.mixing import Mixing, edges_for, mixing_for
 from shoal.strategy.options import GRAPHS
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import gossip
@@ -123,12 +124,32 @@ def test_equal_weights_are_noticed_whatever_the_graph_is_called() -> None:
         ("hypercube", 6, "a power of two of replicas, and there are 6: take 4 or 8"),
         ("random-regular(degree=3)", 5, "no connected graph of 5 replicas where each has 3"),
         ("random-regular(degree=1)", 4, "no connected graph of 4 replicas where each has 1"),
-        ("ring", 513, "at most 512 replicas"),
+        ("complete", 513, "at most 512 replicas"),
     ],
 )
 def test_what_cannot_converge_is_refused(graph: str, workers: int, sentence: str) -> None:
     with pytest.raises(StrategyError, match=sentence):
         gossip(graph=graph).check(workers)
+
+
+def test_more_replicas_than_weights_are_found_for_can_be_priced_and_not_run() -> None:
+    gossip(graph="ring").check(513)
+    with pytest.raises(StrategyError, match="at most 512 replicas"):
+        mixing_for("ring", 513)
+
+
+@pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "one-peer", "hypercube"])
+def test_edges_of_many_replicas_are_those_of_their_weights(
+    graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pairs() -> list[set[tuple[int, int]]]:
+        edges_for.cache_clear()
+        return [set(zip(*map(np.ndarray.tolist, one), strict=True)) for one in edges_for(graph, 64)]
+
+    expected = pairs()
+    monkeypatch.setattr(mixing, "MAX_WORKERS", 8)
+    assert pairs() == expected
+    edges_for.cache_clear()
 
 
 def test_given_weights_are_taken_as_they_are(tmp_path: Path) -> None:

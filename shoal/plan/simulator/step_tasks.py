@@ -116,34 +116,29 @@ class StepTasks:
     """Adds the tasks of one step after the other to a graph; one for each class of ranks."""
 
     def __init__(
-        self,
-        work: StepWork,
-        agreeing: Agreeing,
-        ranks: Longs,
-        uneven: Unevenness,
-        alike: Symmetry,
+        self, work: StepWork, how: Agreeing, ranks: Longs, uneven: Unevenness, alike: Symmetry
     ):
+        alike.begin()
         self.graph = TaskGraph()
         self.steps: list[LaidOut] = []
         self._work = work
-        self._how = agreeing
+        self._how = how
         self._grid = ranks
         self._uneven = uneven
         self._alike = alike
         self._pipeline = work.pipeline
-        self._buckets = max(1, min(agreeing.buckets, MOST_BUCKETS))
+        self._buckets = max(1, min(how.buckets, MOST_BUCKETS))
         groups = ranks.reshape(len(ranks), -1)
         group, factor = np.full(alike.devices, -1), np.ones(alike.devices)
         group[groups] = np.arange(groups.shape[1])
-        for rank, times in uneven.slow.items():
-            factor[rank] = times
+        factor[list(uneven.slow)] = list(uneven.slow.values())
         self._stage_of = group * work.stages // groups.shape[1]
         self.ranks = alike.ranks(np.sort(ranks.ravel()), group, factor)
-        if agreeing.way == "servers":
-            self._servers = Servers(self.graph, agreeing, alike, self.ranks)
+        if how.way == "servers":
+            self._servers = Servers(self.graph, how, alike, self.ranks)
             self.ranks = self._servers.ranks
         is_alone = groups.shape[1] == 1
-        self._collectives = Collectives(self.graph, alike, agreeing.node_devices, is_alone)
+        self._collectives = Collectives(self.graph, alike, how.node_devices, is_alone)
         self._ready: list[list[int]] = [[] for _ in range(len(self.ranks))]
 
     def add_step(self, step: int) -> None:
@@ -159,14 +154,8 @@ class StepTasks:
         gradients = self._work.gradient_bytes or none
         parameters = self._work.parameter_bytes or none
         groups = [
-            _Group(
-                step,
-                members,
-                np.unique(ranks.of[members]).tolist(),
-                gradients[stage],
-                parameters[stage],
-            )
-            for stage in range(self._work.stages)
+            _Group(step, members, np.unique(ranks.of[members]).tolist(), *sizes)
+            for stage, sizes in enumerate(zip(gradients, parameters, strict=True))
             for members in self._grid[:, stage, :].T
         ]
         if self._how.way == "zero" and self._how.stage == 3:
@@ -210,27 +199,25 @@ class StepTasks:
 
     def _add_sends(self) -> None:
         """What a stage gets from another one; a stage sends when its action has ended."""
-        if self._work.stages == 1:
-            return
         for stage, actions in enumerate(self._pipeline.actions):
             for action in actions:
                 producer = self._pipeline.producer(stage, action)
-                if producer is not None:
+                if producer is not None and producer.stage != stage:
                     self._send(producer, stage, action)
 
     def _send(self, producer: VirtualStage, stage: int, action: Action) -> None:
         src, dst = (self._grid[:, one, :].ravel() for one in (producer.stage, stage))
-        pair = ("sends", producer.stage, stage)
-        messages = self._collectives.messages(pair, (src, dst, np.ones(src.size)))
-        found = self._alike.once(
-            (pair, len(self.steps)), lambda: self._alike.round(0, messages, self.ranks, "pair")
+        key, move = ("sends", producer.stage, stage), (src, dst, np.ones(src.size))
+        found = self._alike.known(
+            (key, len(self.steps)),
+            lambda: self._alike.round(0, key, move, self.ranks, "pair"),
+            lasting=False,
         )
         sent = Task(0, "send", "comm", str(action), num_bytes=self._work.boundary_bytes)
         made = action._replace(chunk=producer.chunk)
         for flow in found.flows:
             sender, receiver = flow.waits
-            message = sent._replace(rank=flow.src, way=flow.way)
-            source = self.graph.add(message, [self._acts[sender][made][1]])
+            source = self.graph.add(sent.of(flow), [self._acts[sender][made][1]])
             self.graph.link(source, self._acts[receiver][action][0])
 
     def _gather_weights(self, group: _Group) -> None:
@@ -265,21 +252,16 @@ class StepTasks:
 
     def _gossip(self, group: _Group) -> None:
         """Weights go to the neighbors in a graph; each rank waits for those it hears."""
-        ranks, alike = group.ranks, self._alike
+        ranks = group.ranks
         if len(ranks) == 1:
             return
-        steps = alike.always(self._how.graph, lambda: edges_for(self._how.graph, len(ranks)))
+        steps = edges_for(self._how.graph, len(ranks))
         turn = group.step % len(steps)
         src, dst = (ranks[end] for end in steps[turn])
-        messages = self._collectives.messages(
-            ("gossip", int(ranks[0]), turn), (src, dst, np.ones(src.size))
-        )
-        mixed = alike.round(0, messages, self.ranks, "sender")
+        key, move = ("gossip", int(ranks[0]), turn), (src, dst, np.ones(src.size))
+        mixed = self._alike.round(0, key, move, self.ranks, "sender")
         sent = Task(0, "send", "comm", num_bytes=group.parameter_bytes)
-        tasks = [
-            self.graph.add(sent._replace(rank=flow.src, way=flow.way), self._ready[flow.waits[0]])
-            for flow in mixed.flows
-        ]
+        tasks = [self.graph.add(sent.of(flow), self._ready[flow.waits[0]]) for flow in mixed.flows]
         if self._how.is_async:
             return
         self._ready = [
@@ -323,7 +305,7 @@ class StepTasks:
             return self._collectives.by_levels(group.ranks, num_bytes, after, trips)
         if algorithm == "trees":
             return self._collectives.trees(group.ranks, num_bytes, after)
-        schedule = self._alike.always(algorithm, lambda: _schedule(algorithm, len(group.ranks)))
+        schedule = self._alike.known(algorithm, lambda: _schedule(algorithm, len(group.ranks)))
         return self._collectives.in_rounds(schedule, group.ranks, num_bytes, after)
 
     def _serve(self, group: _Group) -> None:

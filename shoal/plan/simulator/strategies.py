@@ -84,13 +84,21 @@ def simulate_step(
     uneven = uneven or Unevenness()
     is_wanted = ranks.size > MOST_APART if by_symmetry is None else by_symmetry
     serves = agreeing.way == "servers"
-    is_on = is_wanted and uneven.noise == Noise() and not (serves and work.stages > 1)
+    is_on = is_wanted and uneven.noise == Noise() and not (serves and ranks[0].size > 1)
+    if not is_on and ranks.size > MOST_UNLIKE:
+        raise BadInput(
+            f"{ranks.size} workers that are not alike are too many to simulate: without noise, and "
+            f"without tp or pp beside servers, they may be more than {MOST_UNLIKE}"
+        )
     if is_on and serves and (agreeing.is_async or agreeing.staleness is not None):
         return _throughput(work, agreeing, ranks, routes, uneven)
     alike = Symmetry(routes, is_on)
-    builder = _laid_out(work, agreeing, ranks, uneven, alike, steps)
-    while not alike.is_stable():
-        builder = _laid_out(work, agreeing, ranks, uneven, alike, steps)
+    is_stable = False
+    while not is_stable:
+        builder = StepTasks(work, agreeing, ranks, uneven, alike)
+        for step in range(steps):
+            builder.add_step(step)
+        is_stable = alike.is_stable()
     network, ways = MessageNetwork(alike.capacities()), alike.ways()
     times = builder.graph.run(network, ways)
     shown = builder.ranks
@@ -105,21 +113,6 @@ def simulate_step(
     step_s = ranks.size / pace
     counts = (len(ways.alphas_s), times.events)
     return StepRun(times.seconds, steps, step_s, tuple(ends), like, link_bytes, spans, *counts)
-
-
-def _laid_out(
-    work: StepWork,
-    agreeing: Agreeing,
-    ranks: Longs,
-    uneven: Unevenness,
-    alike: Symmetry,
-    steps: int,
-) -> StepTasks:
-    alike.begin()
-    builder = StepTasks(work, agreeing, ranks, uneven, alike)
-    for step in range(steps):
-        builder.add_step(step)
-    return builder
 
 
 def _throughput(
@@ -173,6 +166,7 @@ def _span(kind: str, start_s: float, end_s: float, track: str, detail: str) -> S
     return Span(kind, round(start_s * 1e9), round(end_s * 1e9), track, detail)
 
 
+MOST_UNLIKE = 20_000  # ranks that are simulated one by one
 MOST_APART = 64  # ranks of which each is simulated, alike or not
 MOST_MICROBATCHES = 3  # of each stage
 _SOME_STEPS = 8  # of strategies whose workers do not wait for each other
@@ -239,7 +233,7 @@ def simulate_strategy(
     if getattr(term, "compress", None) is not None:
         plain = price_of(replace(term, compress=None), question).sent_bytes
         compression = price_of(term, question).sent_bytes / plain if plain else 1.0
-    work = _work(pricer, resolved, question, agreeing, compression)
+    work = work_of(pricer, resolved, question, agreeing.way, compression)
     summed = work.parameter_bytes if agreeing.way == "average" else work.gradient_bytes
     piece = max(summed) / max(1, min(agreeing.buckets, MOST_BUCKETS))
     if agreeing.algorithm == "auto" and takes_trees(pricer.cluster, question.group, piece):
@@ -270,25 +264,31 @@ def _busiest(routes: Routes, run: StepRun) -> BusyLink | None:
     return BusyLink(routes.name(link), float(routes.links[link]), float(run.link_bytes[link]))
 
 
-def _work(
+def work_of(
     pricer: ReplicaPricer,
     resolved: ResolvedStep,
     question: SyncQuestion,
-    agreeing: Agreeing,
-    compression: float,
+    way: str,
+    compression: float = 1.0,
+    has_messages: bool = True,
 ) -> StepWork:
+    """As the step is priced; without what ranks of a replica send each other, if so wanted."""
     table, stages = pricer.dealt(resolved.layout, resolved.split, resolved.shape)
     precision = pricer.workload.precision
     held = weights_of(stages, table.parameters)
-    share = 1 / question.replicas if agreeing.way == "zero" else 1.0
+    share = 1 / question.replicas if way == "zero" else 1.0
     # of the messages inside a layer each trip takes an equal part
     repeats = 3 if resolved.split.recompute == "full" else 2
-    forward_s = [
-        t.forward.seconds + sum(m.seconds for m in t.messages) / repeats for t in table.times
-    ]
-    backward_s = [t.seconds - f for t, f in zip(table.times, forward_s, strict=True)]
+    times = table.times
+    if not has_messages:
+        alone_s = [t.forward.seconds + t.backward.seconds + t.recompute.seconds for t in times]
+        times = tuple(
+            t._replace(seconds=alone, messages=()) for t, alone in zip(times, alone_s, strict=True)
+        )
+    forward_s = [t.forward.seconds + sum(m.seconds for m in t.messages) / repeats for t in times]
+    backward_s = [t.seconds - f for t, f in zip(times, forward_s, strict=True)]
     # a blocking send of every chunk there, and one back
-    waits = len(stages) > 1 and not resolved.shape.hides_sends
+    waits = has_messages and len(stages) > 1 and not resolved.shape.hides_sends
     wait_s = resolved.shape.chunks * pricer.cluster.device.wait_s if waits else 0.0
     return StepWork(
         tuple(wait_s + seconds for seconds in weights_of(stages, forward_s)),

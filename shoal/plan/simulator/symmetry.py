@@ -1,23 +1,19 @@
 """What is alike in simulated steps, so that one of many is simulated.
 
 Ranks are in one class if they compute equally long and wait for like messages, flows if they begin
-together and pass like links, links if as many flows of each class pass them. Then flows of a class
-have equal rates at every moment, and one of them stands for all: on its links it counts as the
-flows of its class that one such link carries (its loads).
+together and pass like links, links if as many flows of each class pass them. Flows of a class have
+equal rates at every moment, and one stands for all: on a link it counts for as many of its class as
+one such link carries (its loads).
 
-The classes are the coarsest that fit: at first all links of a rate are alike. Each time the tasks
-are laid out, links (and ranks inside pipelines) are told apart by the flows that they saw, until
-nothing is told apart any more. Where a rack is slow or a node is missing, what meets it is split.
-
-Collectives that are alone on the network have link classes of their own. Between workers and
-servers every pair has a flow: there classes follow from what nodes and racks hold.
-
-Without symmetry every class has one member, and the simulation goes message by message.
+At first all links of a rate are alike. Each time the tasks are laid out, links (and ranks of
+pipelines) are told apart by the flows that they saw, until nothing is. A collective that is alone
+on the network has link classes of its own. Every pair of a worker and a server has a flow: there
+classes follow from what nodes and racks hold. Without symmetry every class has one member, and the
+simulation goes message by message.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -89,13 +85,7 @@ class Round(NamedTuple):
     parts: Sequence[tuple[int, Sequence[int]]]  # of each: its class before, the flows it waits for
 
 
-class Messages(NamedTuple):
-    """`sizes` are shares of a vector; `ways` those of their pairs."""
-
-    src: Longs  # devices
-    dst: Longs
-    sizes: Floats
-    ways: Ways
+Move = tuple[Longs, Longs, Floats]  # from, to, and shares of a vector, or chunks
 
 
 class _Links:
@@ -167,18 +157,12 @@ class Symmetry:
             stable.append(np.unique(self._ranks).size == before)
         return all(stable)
 
-    def always(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Made once."""
-        if key not in self._always:
-            self._always[key] = make()
-        found: Made = self._always[key]
-        return found
-
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Made once while tasks are laid out."""
-        if key not in self._now:
-            self._now[key] = make()
-        found: Made = self._now[key]
+    def known(self, key: Hashable, make: Callable[[], Made], lasting: bool = True) -> Made:
+        """Made once, or once while tasks are laid out."""
+        store = self._always if lasting else self._now
+        if key not in store:
+            store[key] = make()
+        found: Made = store[key]
         return found
 
     def ranks(self, devices: Longs, *columns: NDArray[Any]) -> Classes:
@@ -211,7 +195,8 @@ class Symmetry:
     def round(
         self,
         space: Hashable,
-        messages: Messages,
+        key: Hashable,
+        move: Move,
         start: Classes,
         waits_for: Literal["both", "sender", "pair"] = "both",
     ) -> Round:
@@ -219,7 +204,8 @@ class Symmetry:
 
         Ends that had to come wait for the message; of a pair each class has its own ranks for good.
         """
-        src, dst, sizes, ways = messages
+        src, dst, sizes = move
+        ways = self.known(("ways", key), lambda: self.routes.ways(src, dst))
         of = np.append(self._links(space)[1].classes.of, -1)
         ends = [src] if waits_for == "sender" else [src, dst]
         waits = np.stack([start.of[end] for end in ends])
@@ -270,12 +256,10 @@ class Symmetry:
             _joined(colors, np.ones(colors.size)),
         ]
         self._spaces[space] = _Links(np.concatenate(found), False)
-        seen: Counter[int] = Counter()
-        turns = []  # of servers on one device
-        for one in servers.tolist():
-            turns.append(seen[one])
-            seen[one] += 1
-        kinds = Classes.by(_joined(colors[servers], np.array(turns)))
+        order = np.argsort(servers, kind="stable")
+        turns = np.empty_like(order)  # of servers on one device
+        turns[order] = np.arange(servers.size) - np.searchsorted(servers[order], servers[order])
+        kinds = Classes.by(_joined(colors[servers], turns))
         return among(np.flatnonzero(ranks.of >= 0), colors), kinds
 
     def between(
@@ -284,9 +268,9 @@ class Symmetry:
         """By class of ranks: the flows of one of them to all servers, or from them."""
         pairs: list[tuple[int, int, int, int]] = []
         for number, (first, size) in enumerate(zip(ranks.firsts, ranks.sizes, strict=True)):
-            near = (servers // self._in_rack == first // self._in_rack).astype(np.int64)
-            near += (servers // self._in_node == first // self._in_node).astype(np.int64)
-            near += servers == first
+            near = sum(
+                servers // part == first // part for part in (self._in_rack, self._in_node, 1)
+            )
             _, at, counts = np.unique(kinds.of * 4 + near, return_index=True, return_counts=True)
             for server, count in zip(servers[at].tolist(), counts.tolist(), strict=True):
                 pairs.append((number, int(first), server, int(size) * count))

@@ -22,7 +22,7 @@ import numpy as np
 
 from shoal.errors import BadInput
 from shoal.plan.simulator.messages import Floats, Longs, MessageNetwork, Ways, message_table
-from shoal.plan.simulator.symmetry import Classes, Messages, Round, Symmetry, among
+from shoal.plan.simulator.symmetry import Classes, Flow, Move, Round, Symmetry, among
 from shoal.plan.sync_price import Agreeing
 from shoal.schedules.collectives import Collective
 
@@ -43,6 +43,10 @@ class Task(NamedTuple):
     num_bytes: float = 0.0
     repeats: float = 1  # a message that takes so many alphas: a stream of rounds
     count: int = 1
+
+    def of(self, flow: Flow) -> Task:
+        """This message for a class of them."""
+        return self._replace(rank=flow.src, num_bytes=flow.size * self.num_bytes, way=flow.way)
 
 
 class TaskGraph:
@@ -160,7 +164,7 @@ class Collectives:
 
     def by_levels(self, ranks: Longs, num_bytes: float, after: Sequence[int], trips: int) -> int:
         """An all-reduce, or in one trip half of it: a reduce-scatter or an all-gather."""
-        nodes = self.alike.always(("nodes", int(ranks[0])), lambda: by_node(ranks, self._inside))
+        nodes = self.alike.known(("nodes", int(ranks[0])), lambda: by_node(ranks, self._inside))
         if nodes is None:
             return self._rings("ring", ranks[None], num_bytes, after, trips)
         share = num_bytes / nodes.shape[1]
@@ -178,14 +182,8 @@ class Collectives:
             return begin
         steps = trips * (size - 1)
         kind = "all_reduce" if trips == 2 else "reduce_scatter or all_gather"
-        sent = Task(
-            0,
-            "reduce",
-            "comm",
-            f"{kind} ring {round(num_bytes)} bytes",
-            num_bytes=steps / size * num_bytes,
-            repeats=steps,
-        )
+        detail, sent_bytes = f"{kind} ring {round(num_bytes)} bytes", steps / size * num_bytes
+        sent = Task(0, "reduce", "comm", detail, num_bytes=sent_bytes, repeats=steps)
         src, dst = ranks.ravel(), np.roll(ranks, -1, axis=1).ravel()
         return self._follow((name, int(ranks[0, 0])), [(src, dst, np.ones(src.size))], sent, begin)
 
@@ -196,7 +194,7 @@ class Collectives:
         here to the nodes beside it. Each of its NICs is at the head of a chain of its ranks.
         """
         key = ("trees", int(ranks[0]))
-        move, repeats = self.alike.always(key, lambda: self._tree_streams(ranks))
+        move, repeats = self.alike.known(key, lambda: self._tree_streams(ranks))
         detail = f"all_reduce trees {round(num_bytes)} bytes"
         sent = Task(0, "reduce", "comm", detail, num_bytes=num_bytes, repeats=repeats)
         return self._follow(key, [move], sent, self._graph.join(after))
@@ -228,7 +226,7 @@ class Collectives:
         key = (str(collective), int(ranks[0]))
         if self._is_alone:
             return self._by_itself(collective, ranks, num_bytes, after)
-        moves = self.alike.always(key, lambda: moves_of(collective, ranks))
+        moves = self.alike.known(key, lambda: moves_of(collective, ranks))
         size = collective.chunk_bytes(num_bytes)
         sent = Task(0, "reduce", "comm", collective.name, num_bytes=size)
         return self._follow(key, moves, sent, self._graph.join(after))
@@ -245,7 +243,7 @@ class Collectives:
             seconds = graph.run(network, apart.ways()).seconds
             return seconds, apart.link_bytes(network.carried_bytes)
 
-        seconds, carried = self.alike.always((str(collective), num_bytes), alone)
+        seconds, carried = self.alike.known((str(collective), num_bytes), alone)
         self.alike.carry(carried)
         first, lane = int(ranks[0]), self.alike.devices
         task = Task(first, "reduce", "comm", collective.name, seconds=seconds, lane=lane)
@@ -253,14 +251,9 @@ class Collectives:
 
     def _follow(self, key: Hashable, moves: Sequence[Move], sent: Task, begin: int) -> int:
         graph, through = self._graph, [begin]
-        for one in self.alike.once(("rounds", key), lambda: self._rounds(key, moves)):
+        for one in self.alike.known(("rounds", key), lambda: self._rounds(key, moves), False):
             tasks = [
-                graph.add(
-                    sent._replace(
-                        rank=flow.src, num_bytes=flow.size * sent.num_bytes, way=flow.way
-                    ),
-                    {through[wait] for wait in flow.waits},
-                )
+                graph.add(sent.of(flow), {through[wait] for wait in flow.waits})
                 for flow in one.flows
             ]
             through = [
@@ -274,18 +267,10 @@ class Collectives:
         classes = among(ranks, np.zeros(self.alike.devices))
         found = []
         for number, move in enumerate(moves):
-            messages = self.messages((key, number), move)
             space = (key, "alone") if self._is_alone else 0
-            found.append(self.alike.round(space, messages, classes))
+            found.append(self.alike.round(space, (key, number), move, classes))
             classes = found[-1].classes
         return found
-
-    def messages(self, key: Hashable, move: Move) -> Messages:
-        ways = self.alike.always(("ways", key), lambda: self.alike.routes.ways(*move[:2]))
-        return Messages(*move, ways)
-
-
-Move = tuple[Longs, Longs, Floats]  # from, to, and shares of a vector, or chunks
 
 
 def moves_of(collective: Collective, ranks: Longs) -> list[Move]:
