@@ -137,6 +137,7 @@ shoal.run(train, callbacks=[ToMlflow()])
 @pytest.mark.whole
 def test_mlflow_in_five_lines(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")  # mlflow-skinny leaves it out
     (tmp_path / "train.py").write_text(MLFLOW)
     store = f"sqlite:///{tmp_path}/runs.db"
     words = [sys.executable, "-m", "shoal", "run", "train.py", "-n", "2", store]
