@@ -169,22 +169,16 @@ class _File(_Table, kw_only=True):
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes."""
-    return parse_cluster(_text_of(path), str(path), path.stem)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file; BadInput where it is too large, or no TOML."""
-    return _tables_of(_text_of(path), str(path))
-
-
-def _text_of(path: Path) -> str:
     try:
-        return read_bounded(path, _MAX_BYTES).decode("utf-8-sig")
+        text = read_bounded(path, _MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: byte {error.start} is not UTF-8; it has to be TOML") from error
+        problem = f"{path}: byte {error.start} is not UTF-8; a cluster file is TOML"
+        raise BadInput(problem) from error
+    return parse_cluster(text, str(path), path.stem)
 
 
-def _tables_of(text: str, file: str) -> dict[str, Any]:
+def tables_of(text: str, file: str) -> dict[str, Any]:
+    """`file` is what mistakes name."""
     try:
         if any(len(line) > _MAX_LINE for line in text.splitlines()):
             raise ValueError(f"a line has more than {_MAX_LINE} characters")
@@ -194,8 +188,7 @@ def _tables_of(text: str, file: str) -> dict[str, Any]:
 
 
 def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
-    """`file` is what mistakes name."""
-    table = _tables_of(text, file)
+    table = tables_of(text, file)
     try:
         return _cluster(_convert("", _on_base(table), _File), default_name)
     except BadInput as error:

@@ -113,8 +113,7 @@ class VirtualRanks:
 
     def enter(self, key: GroupKey, ranks: tuple[int, ...]) -> None:
         """A rank is there; each of a group calls it."""
-        if key not in self._groups:
-            self._groups[key] = _GroupState(ranks)
+        self._groups.setdefault(key, _GroupState(ranks))
 
     def leave(self, key: GroupKey, rank: int, is_lost: bool = False) -> None:
         """This rank of a group takes part in nothing more; what needs it fails on the others."""

@@ -14,24 +14,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from shoal.cluster.toml_file import read_toml
+from shoal.cluster.toml_file import tables_of
 from shoal.cluster.units import parse_seconds
 from shoal.errors import BadInput
 from shoal.rehearse.virtual_time import VirtualTime
+from shoal.runtime.files import read_bounded
 from shoal.runtime.wording import counted
 
 _AT_A_MOMENT = re.compile(r"(?:(server|host):)?([0-9]{1,6})@([^@]*[a-zµμ])")
 
 
 class Loss(NamedTuple):
-    """`role` is worker, server or host: all processes of it."""
-
     at_s: float
-    role: str
+    role: str  # worker, server, or host: all processes of it
     number: int
 
 
@@ -39,10 +38,6 @@ class _Event(msgspec.Struct, forbid_unknown_fields=True):
     at: str
     who: str
     what: Literal["kill"] = "kill"
-
-
-class _Events(msgspec.Struct, forbid_unknown_fields=True):
-    event: Annotated[list[_Event], msgspec.Meta(max_length=100_000)]
 
 
 @dataclass(frozen=True)
@@ -99,8 +94,9 @@ def read_losses(
 
 def _events_of(file: Path) -> list[Loss]:
     try:
-        found = msgspec.convert(read_toml(file), _Events).event
-        return [_loss_of(f"{event.who}@{event.at}") for event in found]
+        tables = tables_of(read_bounded(file, 1 << 20).decode(errors="replace"), "it")
+        found = msgspec.convert(tables, dict[Literal["event"], list[_Event]])
+        return [_loss_of(f"{event.who}@{event.at}") for event in found.get("event", [])]
     except (msgspec.ValidationError, BadInput) as error:
         raise BadInput(f"{file}: {error}") from error
 

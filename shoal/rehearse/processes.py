@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 
 from shoal.launch.here.output import LineForwarder, discard_lines
 from shoal.launch.here.processes import Role
@@ -17,13 +18,14 @@ from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.virtual_time import VirtualTime
 
 KILLED = -int(signal.SIGKILL)
+_SIGNAL_S = 0.001
 
 
 class VirtualProcesses:
     """Those that run, by their names: "worker 2", "server 1"."""
 
     def __init__(self, time: VirtualTime, sockets: VirtualSockets):
-        self._time = time
+        self.time = time
         self._sockets = sockets
         self.running: dict[str, VirtualProcess] = {}
 
@@ -37,13 +39,10 @@ class VirtualProcesses:
     ) -> None:
         """`body` returns its exit status; `exited` is called with it, however it ends."""
         process = self.running[name] = VirtualProcess(name, device, exited)
-        self._time.spawn(name, lambda: self._end(process, body()), worker, group=process)
+        self.time.spawn(name, lambda: self._end(process, body()), worker, group=process)
 
     def kill(self, name: str, status: int = KILLED) -> None:
-        """As by a signal; no effect on one that has exited.
-
-        A fiber that kills its own process ends where it waits next, or calls `VirtualTime.check`.
-        """
+        """One that kills its own process ends where it waits next, or calls `clock.check`."""
         if (process := self.running.get(name)) is not None:
             self._end(process, status)
 
@@ -53,7 +52,7 @@ class VirtualProcesses:
             self.running.pop(process.name)
             self._sockets.end(process)
             process.exited(status)
-            self._time.end_group(process)
+            self.time.end_group(process)
 
 
 class VirtualRole:
@@ -70,10 +69,10 @@ class VirtualRole:
         self.stderr = [LineForwarder(discard_lines, "", True)] * count
 
     def signal(self, number: signal.Signals) -> None:
-        """Servers that are asked to end do so with success."""
-        status = 0 if self._role == "server" else -int(number)
+        """It takes a moment. Servers that are asked to end do so with success."""
+        status, time = 0 if self._role == "server" else -int(number), self._processes.time
         for name in [name for name in self._processes.running if name.startswith(self._role)]:
-            self._processes.kill(name, status)
+            time.at(time.now_s + _SIGNAL_S, partial(self._processes.kill, name, status))
 
     signal_alone = signal
 

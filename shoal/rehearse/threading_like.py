@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 
-T = TypeVar("T")
 _FILE_LOOK_S = 0.001
 
 
@@ -177,18 +176,18 @@ class VirtualEvent:
             return bool(self._condition.wait_for(lambda: self._is_set, timeout))
 
 
-class VirtualQueue(Generic[T]):
+class VirtualQueue:
     """With one reader."""
 
     def __init__(self, time: VirtualTime):
-        self._items: deque[T] = deque()
+        self._items: deque[Any] = deque()
         self._condition = VirtualCondition(time)
 
-    def put(self, item: T) -> None:
+    def put(self, item: Any) -> None:
         self._items.append(item)
         self._condition.notify_all()
 
-    def get(self, *, timeout: float | None = None) -> T:
+    def get(self, *, timeout: float | None = None) -> Any:
         with self._condition:
             if not self._condition.wait_for(lambda: self._items, timeout):
                 raise queue.Empty
@@ -223,7 +222,7 @@ class VirtualClock:
         self._time = time
         self.sleep = time.sleep
         self.check = time.check
-        self.Queue = partial(VirtualQueue[Any], time)
+        self.Queue = partial(VirtualQueue, time)
         self.Thread = type("Thread", (VirtualThread,), {"time": time})
 
     def Lock(self) -> VirtualLock:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
-from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.group import Group
 from shoal.comm.members.board import FileBoard, GroupMember
@@ -73,7 +72,6 @@ class RehearsalSpec:
     seed: int = 0
     steps: int | None = None
     slow_servers: Mapping[int, float] = field(default_factory=dict)  # how many times slower
-    is_shown: bool = False  # what the script and its first worker print
     losses: Losses = field(default_factory=Losses)
 
 
@@ -142,7 +140,7 @@ class _Rehearsal:
                 scratch_folder("rehearse") as folder,
                 clock.replaced(VirtualClock(self.time)),
                 replaced_sockets(sockets),
-                _silent(self.spec.is_shown),
+                _silent(),
             ):
                 self._run_dir = RunDir(folder)
                 self._run_dir.write_secret(self._secret)
@@ -174,10 +172,8 @@ class _Rehearsal:
         policy = LossPolicy(run_dir, workers, self._tolerance, say)
         self._server_policy = ServerPolicy(servers, self._replication, say, are_here=False)
         write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
-        restart_s = self.spec.losses.restart_s
-        later = lambda start, rank: self.time.at(  # noqa: E731
-            self.time.now_s + restart_s, partial(start, rank)
-        )
+        time, restart_s = self.time, self.spec.losses.restart_s
+        later = lambda act, rank: time.at(time.now_s + restart_s, partial(act, rank))  # noqa: E731
         roles = (
             VirtualRole("worker", workers, self.processes, partial(later, self._start_worker)),
             VirtualRole("server", servers, self.processes, partial(later, self._start_server)),
@@ -195,8 +191,7 @@ class _Rehearsal:
             for rank in range(workers):
                 self._start_worker(rank)
             self._server_policy.look = coordinator.watch(self._server_policy.see)
-            hosts = self.network.cluster.nodes
-            self.spec.losses.begin(self.time, self._lose, hosts, self.spec.seed)
+            self.spec.losses.begin(time, self._lose, self.network.cluster.nodes, self.spec.seed)
             told = (run_dir, policy, self._server_policy, say, workers, servers)
             supervisor = Supervisor(*told, events=self._events)
             supervisor.run(*roles)
@@ -220,12 +215,10 @@ class _Rehearsal:
         self._events.put(ProcessExit(rank, status, clock.monotonic_ns(), role))
 
     def _lose(self, loss: Loss) -> None:
-        names = [f"{loss.role} {loss.number}"]
-        if loss.role == "host":
-            devices, running = self.spec.cluster.node.devices, self.processes.running.values()
-            names = [one.name for one in running if one.device // devices == loss.number]
-        for name in names:
-            self.processes.kill(name)
+        lost, devices = f"{loss.role} {loss.number}", self.spec.cluster.node.devices
+        for one in list(self.processes.running.values()):
+            if lost in (one.name, f"host {one.device // devices}"):
+                self.processes.kill(one.name)
 
     def _kill(self, name: str) -> None:
         self.processes.kill(name)
@@ -276,12 +269,11 @@ class _Rehearsal:
             elastic = VirtualElasticGroup(GroupMembership(board, me, spec.workers), self.exchange)
             elastic.wrap = lambda executor: Traced(executor, tracer)
             return elastic
-        executor: Executor = Virtual(self.exchange, range(spec.workers), rank)
-        if self._may_lose and (spec.strategy.starts_apart or self._comes_back):
-            place = (run_dir.start_folder(0), rank, spec.workers, run_dir.has_exited)
-            whole = executor
-            executor = Deferred(*place, lambda: whole, self._comes_back)
-        return Group(Traced(executor, tracer))
+        whole = partial(Virtual, self.exchange, range(spec.workers), rank)
+        if not self._may_lose or not (spec.strategy.starts_apart or self._comes_back):
+            return Group(Traced(whole(), tracer))
+        place = (run_dir.start_folder(0), rank, spec.workers, run_dir.has_exited)
+        return Group(Traced(Deferred(*place, whole, self._comes_back), tracer))
 
     def _work(self, rank: int, incarnation: int) -> None:
         spec, run_dir = self.spec, self._run_dir
@@ -366,9 +358,6 @@ def _devices_of_servers(cluster: Cluster, workers: int, servers: int) -> list[in
 
 
 @contextmanager
-def _silent(is_shown: bool) -> Iterator[None]:
-    if is_shown:
-        yield
-        return
+def _silent() -> Iterator[None]:
     with open("/dev/null", "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         yield

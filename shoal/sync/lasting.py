@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -159,11 +160,14 @@ class KeptStatistics:
         for view, tensor in zip(views_in(page, self._tensors), self._tensors, strict=True):
             view.copy_(tensor.detach())
         with suppress(OSError):
-            write_atomically(self._folder / f"{self._rank}.statistics", page.numpy().tobytes())
+            file = self._folder / f"{self._rank}.statistics"
+            write_atomically(file, page.numpy().tobytes())
+            os.utime(file, ns=(clock.monotonic_ns(),) * 2)
 
     def take(self) -> bool:
         """Use the latest that a worker has written; False if there are none."""
-        files = sorted(self._folder.glob("*.statistics"), key=lambda file: file.stat().st_mtime_ns)
+        files = sorted(self._folder.glob("*.statistics"))
+        files.sort(key=lambda file: file.stat().st_mtime_ns)
         if not files or files[-1].stat().st_size != self._num_bytes:
             return False
         page = torch.frombuffer(bytearray(files[-1].read_bytes()), dtype=torch.uint8)

@@ -35,10 +35,20 @@ def test_losses_and_seconds_of_each_strategy(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_is_refused_does_not_hide_the_others() -> None:
-    document = document_of("-s", "ddp(elastic=True)", "-s", "ddp")
+    document = document_of("-s", "ddp", "-s", "ddp(elastic=True)", "--restart", "1")
     refused, ran = document["runs"]
-    assert "does not lose any yet" in refused["refused"]
+    assert refused["refused"].startswith("--restart: ddp cannot take a worker back")
     assert ran["steps"] == 6
+
+
+def test_losses_are_told_and_may_end_a_strategy(tmp_path: Path) -> None:
+    (tmp_path / "events.toml").write_text('[[event]]\nat = "1h"\nwho = "1"\n')
+    events = ("--events", str(tmp_path / "events.toml"))
+    asked = ("-s", "ps", "-s", 'ps(mode="async")', "--kill", "1@3", "--mtbf", "8h", *events)
+    ended, went_on = document_of(*asked)["runs"]
+    assert ended["failed"] == "worker 1 was killed by SIGKILL"
+    assert went_on["lost"] == [1] and went_on["steps"] == 6
+    assert went_on["said"][-1] == "finished by worker 0, without worker 1"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +56,8 @@ def test_a_strategy_that_is_refused_does_not_hide_the_others() -> None:
     [
         (("--jitter", "2"), "share of a step's computing"),
         (("--slow", "7:2x"), "there is no worker 7"),
+        (("--kill", "7@2"), "there is no worker 7"),
+        (("--mtbf", "soon"), "is not a time"),
         (("--cluster", "no-such"), "no-such"),
         (("-s", "dpp"), "dpp"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from shoal.cluster import Noise
@@ -132,6 +133,18 @@ def test_the_same_losses_give_the_same_bits_and_seconds(strategy: str) -> None:
         assert one is other is None or torch.equal(one, other)
 
 
+def test_statistics_of_batchnorm_come_back_alike() -> None:
+    def train(job: Job) -> torch.Tensor:
+        model = nn.Sequential(nn.BatchNorm1d(6), mlp())
+        step = job.step(model, F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(DATA, batch_size=16, epochs=2):
+            job.log(loss=step(batch))
+        return next(model.buffers()).clone()
+
+    found = [lossy('ps(mode="async")', "1@3", train=train, restarts=1).results for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize(
     ("strategy", "kill", "sentence"),
     [
@@ -231,6 +244,8 @@ def test_options_are_read(tmp_path: Path) -> None:
         ('[[event]]\nat = "90s"\nwho = "2"\nwhat = "pause"\n', "pause"),
         ('[[event]]\nat = "soon"\nwho = "2"\n', "not a time"),
         ("[[event]\n", "not TOML"),
+        ('[[events]]\nat = "9s"\nwho = "2"\n', "events.toml: "),
+        ("event = 3\n", "events.toml: "),
     ],
 )
 def test_files_of_events_are_checked(tmp_path: Path, text: str, why: str) -> None:

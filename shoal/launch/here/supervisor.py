@@ -215,7 +215,7 @@ class Supervisor:
         """It was before the stop, or a worker that was asked to stop says why it has failed."""
         noticed_ns, report = failure.noticed_ns, failure.report
         reported_ns = noticed_ns if report is None else report.time_ns
-        if self.stopped_ns is None or min(noticed_ns, reported_ns) < self.stopped_ns:
+        if self.stopped_ns is None or min(noticed_ns, reported_ns) <= self.stopped_ns:
             return True
         is_asked = self.first_signal in PREEMPTING and noticed_ns < (self.ended_ns or 0)
         return is_asked and report is not None and not failure.is_loss

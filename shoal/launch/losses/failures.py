@@ -113,11 +113,9 @@ def write_failure(run_dir: RunDir, rank: int, report: FailureReport) -> None:
 def why_too_late(rank: int, have_finished: bool, is_elastic: bool) -> errors.ShoalError | None:
     """Why a worker cannot come back; None where the others have finished."""
     doing = "coming back: all workers were lost, and with them what they had trained"
-    if have_finished:
-        return None
-    if is_elastic:  # no worker that is started again could do better
+    if not have_finished and is_elastic:  # no worker that is started again could do better
         return errors.ShoalError(f"worker {rank}, {doing}")
-    return errors.PeerLost(rank, None, doing)
+    return None if have_finished else errors.PeerLost(rank, None, doing)
 
 
 def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:

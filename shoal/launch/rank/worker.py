@@ -25,8 +25,7 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.select import shared_store
 from shoal.errors import BadInput, RunOver, StopTraining
-from shoal.launch.losses import failures
-from shoal.launch.losses.failures import add_line_of_script, report_failure
+from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
 from shoal.launch.rank.environment import Placement
 from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.runtime.config import RunConfig
@@ -187,7 +186,7 @@ class Worker:
         have_finished = run_dir is None or bool(run_dir.finished_ranks())
         if self._group.membership is not None:
             have_finished = self._group.membership.has_finished
-        error = failures.why_too_late(self.rank, have_finished, self.strategy.is_elastic)
+        error = why_too_late(self.rank, have_finished, self.strategy.is_elastic)
         if error is not None:
             self.fail(error)
             raise error from over
