@@ -172,6 +172,7 @@ class Entered(WireMessage, frozen=True):
     step: Count
     clock: Count
     is_over: bool = False  # the others have finished
+    gives_weights: bool = False  # the first ones: no worker is left that was there at the start
 
 
 class BarrierRequest(WireMessage, frozen=True):

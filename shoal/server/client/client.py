@@ -337,13 +337,19 @@ class Client:
         return found
 
     def set_state(self, states: Sequence[tuple[ShardState, list[Tensor]]], weights: Tensor) -> None:
-        """Give every server its weights and its shard of the optimizer state."""
-        replies = []
-        for link, spec, (state, tensors) in zip(self.links, self.specs, states, strict=True):
-            payload = tuple(map(bytes_of, [weights[spec.start : spec.stop], *tensors]))
-            replies.append(link.post("pull", Request(FrameKind.STATE_SET, encode(state), payload)))
-        for reply in replies:
-            reply.result()
+        """Give every server its weights and its shard of the optimizer state; the leader last.
+
+        So a worker that comes back, and finds weights at the leader, finds them everywhere.
+        """
+        shards = list(zip(self.links, self.specs, states, strict=True))
+        for some in (shards[1:], shards[:1]):
+            replies = []
+            for link, spec, (state, tensors) in some:
+                payload = tuple(map(bytes_of, [weights[spec.start : spec.stop], *tensors]))
+                request = Request(FrameKind.STATE_SET, encode(state), payload)
+                replies.append(link.post("pull", request))
+            for reply in replies:
+                reply.result()
 
     # ------------------------------------------------------------------ membership
 

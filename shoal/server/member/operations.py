@@ -168,8 +168,11 @@ class Returned(Operation, frozen=True, tag="returned"):
             clock = state.ledger.clocks[self.worker]
             step = model.log.rejoin(self.worker, member.incarnation)
             state.returns[self.worker] += step - clock
+            gives_weights = not model.will_have_weights
+            if gives_weights:
+                state.weights_from = self.worker
             membership.enter(self.worker)
-            member.entered = messages.Entered(step, clock)
+            member.entered = messages.Entered(step, clock, gives_weights=gives_weights)
             return member.entered
 
 
@@ -204,6 +207,7 @@ class StateSet(Operation, frozen=True, tag="state"):
             with model.lock:
                 restore(model.state.shard, self.state, payload.data)
                 model.state.ledger.restart(self.state.steps)
+                model.state.has_weights = True
                 model.log.restart(model.log.position)
                 model.lock.notify_all()
         except (ValueError, TypeError, RuntimeError, KeyError) as error:

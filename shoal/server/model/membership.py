@@ -205,6 +205,11 @@ class Membership:
         """The lowest worker that was not lost."""
         return min(set(range(self._rule.workers)) - set(self.lost), default=0)
 
+    @property
+    def are_from_start(self) -> set[int]:
+        """Live workers that have been there since the start of the model, or will be."""
+        return self._present(0, None)
+
     def has_left(self, worker: int) -> bool:
         return worker in self.members and self.members[worker].has_left
 

@@ -146,6 +146,23 @@ class ServedModel:
                 )
                 self.membership.fail(ModelFailure(reason))
 
+    @property
+    def will_have_weights(self) -> bool:
+        """Whether the first weights are here, or a live worker gives them."""
+        state, membership = self.state, self.membership
+        is_asked = state.weights_from is not None and state.weights_from not in membership.departed
+        return state.has_weights or is_asked or bool(membership.are_from_start)
+
+    def wait_for_weights(self, member: Member) -> None:
+        """Before a worker that came back trains, the first weights have to be here."""
+
+        def may_enter() -> bool:
+            return self.state.has_weights or not self.will_have_weights
+
+        with self.lock:
+            if member.comes_back:
+                self.membership.wait(member.worker, may_enter)
+
     # ------------------------------------------------------------------ pushes
 
     def commit(

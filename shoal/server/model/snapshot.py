@@ -147,6 +147,8 @@ class ModelNumbers(messages.WireMessage, frozen=True):
     open_step: OpenStep | None
     waiting: list[WaitingPush]
     acks: dict[int, messages.Ack]
+    has_weights: bool
+    weights_from: Count | None
     lost_pushes: Count
     departed: set[int]
     open_barriers: dict[int, messages.Generations | None]

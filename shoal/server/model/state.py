@@ -63,6 +63,8 @@ class ModelState:
         self.acks: dict[
             int, messages.Ack
         ] = {}  # worker -> the answer to its latest push with a verdict
+        self.has_weights = False  # a worker has given the first ones
+        self.weights_from: int | None = None  # a worker that came back, and is to give them
         self.lost_pushes = 0  # were acknowledged by a server that is gone
         self.missed_updates = Counter[int]()  # between a pull and its push
         self.returns = Counter[int]()  # worker -> steps that it missed while it was away
@@ -115,6 +117,7 @@ class ModelState:
         if buffer is None or buffer.committed < push.sequence:
             raise Refused(f"push {push.sequence} of worker {push.worker} is not staged here")
         self.ledger.record(push.worker, push.step, push.verdict)
+        self.has_weights = True
         self.decided[push.worker] = push.sequence
         tensors, rows = buffer.staged.get(push.sequence, (None, ()))  # None: it is lost
         if push.verdict == "dropped":

@@ -67,6 +67,7 @@ def _resume(peer: Peer, header: Header) -> None:
 
 @handles(FrameKind.ENTER, "control")
 def enter(peer: Peer, header: Header, meta: bytes) -> None:
+    peer.model.wait_for_weights(peer.member)
     peer.reply(encode(peer.host.execute(operations.Returned(peer.model_id, peer.worker))))
 
 

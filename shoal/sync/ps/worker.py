@@ -342,6 +342,8 @@ class PsWorker(Sync):
             return None
         entered = self.client.enter()
         self.update.steps = entered.step
+        if entered.gives_weights:
+            self._set_state()
         return Comeback(entered.step, entered.clock)
 
     def meet(self, number: int, generations: Sequence[int]) -> None:

@@ -123,8 +123,15 @@ def train(scenario: Scenario, record: Record, folder: Path, job: Job) -> None:
                 record.done.append((rank, number))
         if scenario.saves:
             _save(scenario, record, folder, job, epoch)
-    with step.sync.full_weights():
-        record.full[rank] = _weights_of(step.model)
+
+    def look() -> None:
+        with step.sync.full_weights():
+            record.full[rank] = _weights_of(step.model)
+
+    if scenario.kind.has_servers:
+        job._meetings.hold(look)  # as job.evaluate does: those that came back take part
+    else:
+        look()
 
 
 def _weights_of(model: nn.Module) -> Tensor:

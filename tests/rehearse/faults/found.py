@@ -1,0 +1,69 @@
+"""Scenarios in which a mistake was found that has been mended: what they drew, as it was then."""
+
+from __future__ import annotations
+
+from tests.rehearse.faults.scenario import (
+    SERVED,
+    WORKERS,
+    AnyOrder,
+    Delays,
+    Jitter,
+    Kill,
+    Kind,
+    Restarts,
+    Scenario,
+    Slow,
+    Stop,
+)
+
+ASYNC = Kind('ps(mode="async")', "log", SERVED, True, loses=WORKERS)
+QUORUM = Kind("ps(quorum=0.5)", "log", SERVED, True, loses=WORKERS)
+
+FOUND: dict[str, Scenario] = {
+    # it trained on weights of zero, and its pushes were lost when the others gave the first ones
+    "a worker comes back before the servers have their first weights": Scenario(
+        193,
+        ASYNC,
+        4,
+        "counts",
+        samples=14,
+        batch=7,
+        epochs=3,
+        faults=(
+            Slow("worker 1", 1.5),
+            Jitter(0.5),
+            Stop("worker 1", 0.0675, 10.9156),
+            Stop("worker 3", 0.0362, 0.0252),
+            Delays(0.2, 0.2),
+            Kill("worker 2", 0.0674),
+            Kill("worker 2", 0.0375),
+            Restarts(3, 0.02),
+        ),
+    ),
+    "all workers come back before the servers have their first weights": Scenario(
+        3,
+        QUORUM,
+        2,
+        "counts",
+        samples=14,
+        batch=7,
+        epochs=2,
+        faults=(
+            Delays(1.0, 0.2),
+            Kill("worker 0", 0.01),
+            Kill("worker 1", 0.6),
+            Restarts(2, 0.001),
+        ),
+    ),
+    # the launcher took its exit for one that it had caused, and had no words for the end
+    "all workers are lost at one moment": Scenario(
+        64,
+        QUORUM,
+        1,
+        "counts",
+        samples=29,
+        batch=8,
+        epochs=2,
+        faults=(AnyOrder(), Kill("worker 0", 0.0069)),
+    ),
+}
