@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import LinkSpec
+from shoal.cluster.presets import load_cluster
+from shoal.errors import BadInput
+from shoal.plan.predict import PlanSettings
 from shoal.plan.simulator.messages import Routes
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
-from shoal.plan.simulator.strategies import StepRun, simulate_step
+from shoal.plan.simulator.strategies import StepRun, simulate_step, simulate_strategy
 from shoal.plan.sync_price import Agreeing
+from shoal.plan.workloads.model_presets import transformer_named
 from shoal.strategy.strategy import Layout
 from tests.plan.test_sync_price import DEVICE
 
@@ -113,3 +117,54 @@ def test_one_of_many_that_are_alike_takes_what_all_take_message_by_message(
         assert found == pytest.approx(expected, rel=1e-9)
     assert together.link_bytes == pytest.approx(apart.link_bytes, rel=1e-9)
     assert together.flows <= apart.flows
+
+
+MANY = 100_000
+RACKS = replace(load_cluster("dgx-h100"), nodes=12_512, nodes_per_rack=32, oversubscription=4.0)
+MODEL = transformer_named("layers=24,hidden=2048,heads=16")
+SLOW_RACK = Unevenness(slow=dict.fromkeys(range(768, 1024), 2.0))
+LOST_NODE = range(96, 104)
+
+
+def simulated(strategy: str, uneven: Unevenness, lost: range = range(0)) -> StepRun:
+    question = (MODEL, RACKS, strategy, MANY, PlanSettings(4 * MANY), uneven)
+    return simulate_strategy(*question, lost=lost).run
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "flows"),
+    [
+        ("ddp(algorithm='ring')", 1, 5),
+        ("ddp(algorithm='hierarchical')", 1, 5),
+        ("zero(1)", 1, 5),
+        ("zero(3)", 1, 5),
+        ("ps(servers=128)", 30, 1000),
+        ("ps(servers=128, quorum=0.9)", 30, 1000),
+        ("ps(servers=128, mode='async')", 30, 1000),
+        ("localsgd(every=16)", 1, 1000),
+    ],
+)
+def test_a_hundred_thousand_workers_are_a_few_classes(
+    strategy: str, ranks: int, flows: int
+) -> None:
+    run = simulated(strategy, Unevenness())
+    assert sum(run.like.values()) == MANY
+    assert len(run.like) <= ranks and run.flows <= flows and run.events < 2000
+
+
+def test_a_slow_rack_and_a_lost_node_split_what_they_meet() -> None:
+    run = simulated("ddp(algorithm='hierarchical')", SLOW_RACK, LOST_NODE)
+    assert run.like == {0: MANY - 256 - 8, 768: 256} and run.flows <= 10
+    for rank, kinds in run.spans_by_rank.items():
+        forward = next(span for span in kinds if span.kind == "forward")
+        slower = 2.0 if rank == 768 else 1.0
+        alone = next(span for span in run.spans_by_rank[0] if span.kind == "forward")
+        assert forward.end_ns == pytest.approx(slower * alone.end_ns, rel=1e-6)
+
+
+def test_workers_that_are_not_alike_may_be_fewer() -> None:
+    noise = Unevenness(replace(RACKS.noise, jitter=0.1), 1)
+    with pytest.raises(BadInput, match="100000 workers that are not alike are too many"):
+        simulated("ddp", noise)
+    with pytest.raises(BadInput, match="halving over 100000 ranks has too many messages"):
+        simulated("ddp(algorithm='halving')", Unevenness())

@@ -190,8 +190,8 @@ class Collectives:
     def trees(self, ranks: Longs, num_bytes: float, after: Sequence[int]) -> int:
         """An all-reduce up and down two binary trees over nodes, as streams.
 
-        A node sends twice the vector, as where it is inside of one tree and a leaf of the other:
-        here to the nodes beside it. Each of its NICs is at the head of a chain of its ranks.
+        A node sends and receives twice the vector, as where it is inside of one tree and a leaf of
+        the other, here to and from those beside it; its ranks pass it on, there and back.
         """
         key = ("trees", int(ranks[0]))
         move, repeats = self.alike.known(key, lambda: self._tree_streams(ranks))
@@ -200,24 +200,23 @@ class Collectives:
         return self._follow(key, [move], sent, self._graph.join(after))
 
     def _tree_streams(self, ranks: Longs) -> tuple[Move, float]:
-        """Both ways, and the alphas of each: of two at a port as many as on the longest way."""
-        spec = self.alike.routes.cluster.node
+        """All streams, and how often each takes its alpha: a port as many as on the longest way."""
+        spec, ways = self.alike.routes.cluster.node, self.alike.routes.ways
         nodes = by_node(ranks, spec.devices)
         nodes = ranks[:, None] if nodes is None else nodes
         count, inside = nodes.shape
-        channels = min(spec.nics, inside)
-        chains = [np.roll(nodes, -(channel * inside // channels), 1) for channel in range(channels)]
-        heads = np.stack([chain[:, 0] for chain in chains])
-        inner = np.concatenate([chain[:, 1:].ravel() for chain in chains])
-        outer = np.concatenate([chain[:, :-1].ravel() for chain in chains])
-        src = np.concatenate([inner, heads.ravel()])
-        dst = np.concatenate([outer, np.roll(heads, 1, axis=1).ravel()])
-        alphas_s = self.alike.routes.ways(src, dst).alphas_s
-        within_s, between_s = (part.max(initial=0.0) for part in np.split(alphas_s, [inner.size]))
-        way_s = math.ceil(math.log2(count)) * between_s + (inside - 1) * within_s
-        repeats = way_s / between_s if between_s else 1.0
-        both = np.append(src, dst), np.append(dst, src)
-        return (*both, np.full(both[0].size, 1 / channels)), repeats
+        heads = nodes[:, :: -(-inside // spec.nics)]
+        between = (heads.ravel(), np.roll(heads, -1, axis=0).ravel())
+        alphas_s = [ways(*between).alphas_s.max(), 0.0]
+        moves = [(*between, np.full(heads.size, 2 / heads.shape[1]))]
+        if inside > 1:
+            share = np.full(ranks.size, 1 - 1 / inside)
+            moves += [(nodes.ravel(), np.roll(nodes, by, axis=1).ravel(), share) for by in (-1, 1)]
+            alphas_s[1] = ways(*moves[1][:2]).alphas_s.max()
+        way_s = math.ceil(math.log2(count)) * alphas_s[0] + (inside - 1) * alphas_s[1]
+        at_port_s = alphas_s[0] + 2 * alphas_s[1]
+        src, dst, sizes = (np.concatenate(column) for column in zip(*moves, strict=True))
+        return (src, dst, sizes), 2 * way_s / at_port_s if at_port_s else 1.0
 
     def in_rounds(
         self, collective: Collective, ranks: Longs, num_bytes: float, after: Sequence[int]

@@ -98,7 +98,10 @@ def _looked_at(group: RankGroup, devices: int, total: int) -> GroupPlaces:
     leaves = place != np.roll(place, -1, axis=1)
     if not leaves.any():
         return GroupPlaces(size, True, 0, 0.0)
-    beside = (place[:, :, None] == place[:, None, :]).sum(axis=2)  # ranks of its group, with it
+    _, of, numbers = np.unique(
+        place + firsts * (place.max() + 1), return_inverse=True, return_counts=True
+    )
+    beside = numbers[of].reshape(place.shape)  # ranks of its group, with it
     apart = leaves.any(axis=1)
     elsewhere = np.bincount(place.ravel(), (size - beside).ravel())
     return GroupPlaces(
