@@ -121,14 +121,14 @@ def _throughput(
     """Of workers that do not wait for each other: their own paces, up to what all carry at most."""
     in_step = replace(agreeing, is_async=False, staleness=None)
     run = simulate_step(work, in_step, ranks, routes, uneven, 1, True)
-    own_s = {}
+    own_s: dict[float, float] = {}  # by times slower
     for rank in run.like:
-        [replica, *_] = np.argwhere(ranks == rank)[0]
-        alone = simulate_step(work, agreeing, ranks[[replica]], routes, uneven, 1, False)
-        own_s[rank] = alone.step_s
-    pace_s = ranks.size / sum(n / own_s[rank] for rank, n in run.like.items())
-    if agreeing.staleness is not None:
-        pace_s = max(own_s.values())
+        if (times := uneven.slow.get(rank, 1.0)) not in own_s:
+            [replica, *_] = np.argwhere(ranks == rank)[0]
+            alone = simulate_step(work, agreeing, ranks[[replica]], routes, uneven, 1, False)
+            own_s[times] = alone.step_s
+    paces = sum(n / own_s[uneven.slow.get(rank, 1.0)] for rank, n in run.like.items())
+    pace_s = ranks.size / paces if agreeing.staleness is None else max(own_s.values())
     links_s = float((run.link_bytes / routes.links).max(initial=0.0))
     step_s = max(pace_s, links_s, ranks.size * agreeing.apply_s)
     return replace(run, step_s=step_s, is_bound=True)
