@@ -112,7 +112,7 @@ def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None
     if len(spans) > _MOST_SHOWN:
         print(f"and {len(spans) - _MOST_SHOWN} more ranks")
     if len(like) < sum(like.values()):
-        each = ", ".join(f"{rank} for {like[rank]}" for rank in shown)
+        each = ", ".join(f"{rank} for {like[rank]}" for rank in list(like)[:_MOST_SHOWN])
         print(
             f"ranks that are alike are simulated once: {each}; "
             f"{counted(found.run.flows, 'class', 'classes')} of messages"

@@ -57,7 +57,10 @@ class VirtualNetwork:
     @property
     def link_bytes(self) -> dict[str, float]:
         carried = self._messages.carried_bytes[: self._routes.links.size]
-        return {self._routes.name(link): float(carried[link]) for link in np.flatnonzero(carried)}
+        return {
+            self._routes.name(link): float(carried[link])
+            for link in np.flatnonzero(carried).tolist()
+        }
 
     def send(self, messages: Phase, arrived: Callable[[], None]) -> None:
         """Messages that begin now; `arrived` is called when the last of them has come."""

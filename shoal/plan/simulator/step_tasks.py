@@ -106,10 +106,10 @@ class LaidOut(NamedTuple):
     ends: list[int]
 
     def mains_of(self, rank: int) -> list[int]:
-        return self.mains[self.ranks.of[rank]]
+        return self.mains[int(self.ranks.of[rank])]
 
     def end_of(self, rank: int) -> int:
-        return self.ends[self.ranks_then.of[rank]]
+        return self.ends[int(self.ranks_then.of[rank])]
 
 
 class StepTasks:

@@ -14,7 +14,7 @@ run's trace, so `shoal.observe` draws and sums them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -134,12 +134,12 @@ def _throughput(
     return replace(run, step_s=step_s, is_bound=True)
 
 
-def _spans(builder: StepTasks, times: TaskTimes, shown: Iterable[int]) -> Trace:
+def _spans(builder: StepTasks, times: TaskTimes, shown: Collection[int]) -> Trace:
     spans: Trace = {rank: [] for rank in shown}
     for task, start_s, end_s in zip(builder.graph.tasks, times.start_s, times.end_s, strict=True):
         if task.kind and task.rank in spans and end_s > start_s:
             spans[task.rank].append(_span(task.kind, start_s, end_s, task.track, task.detail))
-    for rank in spans:
+    for rank in shown:
         began_s = 0.0
         for number, step in enumerate(builder.steps):
             ended_s = times.end_s[step.end_of(rank)]

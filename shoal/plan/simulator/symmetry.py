@@ -181,8 +181,8 @@ class Symmetry:
         if not self._ways:
             return self.routes.ways(np.zeros(0, np.int64), np.zeros(0, np.int64))
         *wide, alphas_s = zip(*self._ways, strict=True)
-        filled = [stacked(column, -1) for column in wide]
-        return Ways(*filled, np.concatenate(alphas_s))
+        paths, loads, ports, port_loads = (stacked(column, -1) for column in wide)
+        return Ways(paths, loads, ports, port_loads, np.concatenate(alphas_s))
 
     def capacities(self) -> Floats:
         """Of all classes of links."""
@@ -288,8 +288,9 @@ class Symmetry:
             space, self.routes.ways(src[leaving], dst[leaving]), counts[leaving]
         )
         found: list[list[Flow]] = [[] for _ in range(len(ranks))]
-        for number, *ends, row in zip(*(x.tolist() for x in (of, src, dst, rows)), strict=True):
-            found[number].append(Flow(*ends, 1.0, row))
+        columns = (column.tolist() for column in (of, src, dst, rows))
+        for number, sender, receiver, row in zip(*columns, strict=True):
+            found[number].append(Flow(sender, receiver, 1.0, row))
         return found
 
     def _links(self, space: Hashable) -> tuple[int, _Links]:

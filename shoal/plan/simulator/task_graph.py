@@ -30,7 +30,7 @@ from shoal.schedules.collectives import Collective
 class Task(NamedTuple):
     """`rank` is the one that shows it; `kind` and `track` are those of a trace, "" hides it.
 
-    It stands for `count` tasks that are alike.
+    Of tasks that are alike it stands for so many.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Task(NamedTuple):
     way: int = -1  # a message
     num_bytes: float = 0.0
     repeats: float = 1  # a message that takes so many alphas: a stream of rounds
-    count: int = 1
+    stands_for: int = 1
 
     def of(self, flow: Flow) -> Task:
         """This message for a class of them."""
@@ -61,7 +61,7 @@ class TaskGraph:
         """With `needs` it begins when so many have ended, of all that those before stand for."""
         number = len(self.tasks)
         before = list(after)
-        worth = [1 if needs is None else self.tasks[one].count for one in before]
+        worth = [1 if needs is None else self.tasks[one].stands_for for one in before]
         for one, counted in zip(before, worth, strict=True):
             self.followers[one].append((number, counted))
         self.tasks.append(task)
@@ -74,8 +74,8 @@ class TaskGraph:
         self.followers[before].append((after, 1))
         self.needs[after] += 1
 
-    def join(self, after: Iterable[int], needs: int | None = None, count: int = 1) -> int:
-        return self.add(Task(-1, count=count), after, needs)
+    def join(self, after: Iterable[int], needs: int | None = None, stands_for: int = 1) -> int:
+        return self.add(Task(-1, stands_for=stands_for), after, needs)
 
     def run(self, network: MessageNetwork, ways: Ways) -> TaskTimes:
         """`ways` has what the messages of tasks take."""
@@ -320,7 +320,8 @@ class Servers:
         """Updates; the task after which each class of ranks has new weights."""
         graph, sizes = self._graph, self.ranks.sizes
         arrived = [
-            graph.join(own, count=int(sizes[rank])) for rank, own in zip(ranks, pushed, strict=True)
+            graph.join(own, stands_for=int(sizes[rank]))
+            for rank, own in zip(ranks, pushed, strict=True)
         ]
         if self._how.is_async or self._how.staleness is not None:
             updates = [self._update([own], None) for own in arrived]
