@@ -163,6 +163,7 @@ def test_it_cannot_enter_a_run_that_the_others_have_finished() -> None:
 def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> None:
     with servers() as found, ThreadPoolExecutor(3) as pool:
         zero, one, two = (client_of(found, r, Rule(3, asynchronous=True)) for r in range(3))
+        push(zero, 0)
         lose(found, zero)
         zero = back(found, 0, Rule(3, asynchronous=True))
         zero.enter()
