@@ -413,5 +413,77 @@ def predict(
     show(document(verdicts, machine), total(verdicts), as_json)
 
 
+@app.command()
+def rehearse(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option("--workers", "-n", min=1, help="Repeatable.", show_default="4, 16 and 64"),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="digits, clicks or mlp; repeatable.", show_default="all"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy", "-s", help="Repeatable.", show_default="ddp, ps, gossip and async ps"
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; results are medians over them.")] = 3,
+    as_json: options.Json = False,
+) -> None:
+    """Processor time of a rehearsal over that of its gradients.
+
+    Of digits, clicks and a network of 5 million parameters, with all virtual workers in one
+    process; gradients alone are computed by a plain loop in the same run.
+    """
+    from benchmarks.rehearse import CASES, STRATEGIES, run, table_of
+
+    check_names("--case", case or (), CASES)
+    results = []
+    for found in run(
+        list(case or CASES), list(strategy or STRATEGIES), workers or [4, 16, 64], steps, rounds
+    ):
+        say(f"{found['case']}, {found['strategy']}, {found['workers']}: {found['ratio']:.2f}")
+        results.append(found)
+    show({"results": results}, [table_of(results)], as_json)
+
+
+@app.command()
+def rehearse_table(
+    file: Annotated[
+        Path, typer.Option(help="Where cells are kept; those that are there are not run again.")
+    ] = Path("rehearse-table.jsonl"),
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option(help="one-rack, racks or two-sites; repeatable.", show_default="all"),
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--workers", "-n", min=2, help="Repeatable.", show_default="4, 16, 64 and 256"
+        ),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="Repeatable.", show_default="ten"),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Virtual seconds to a loss, of ten strategies on three clusters.
+
+    One rack; racks with uplinks 1:4 and a worker that is four times slower; two sites over
+    100 Mb/s. The model is that of benchmarks/rehearse_script.py.
+    """
+    from benchmarks.rehearse_table import CLUSTERS, STRATEGIES, WORKERS, run, table_of
+
+    check_names("--cluster", cluster or (), CLUSTERS)
+    numbers = workers or list(WORKERS)
+    cells = list(run(file, cluster or CLUSTERS, numbers, strategy or STRATEGIES))
+    tables = [table_of(cells, name, numbers) for name in cluster or CLUSTERS]
+    show({"cells": cells}, tables, as_json)
+
+
 if __name__ == "__main__":
     run_app(app, "python -m benchmarks")

@@ -31,6 +31,7 @@ class Executor(Protocol):
     any_source: bool = False  # whether `recv` takes ANY_SOURCE for a source
     # whether an operation beside the computation takes a core from it
     takes_cores: bool = False
+    may_share: bool = True  # whether ranks of one host may keep one copy of their weights
     device: torch.device | None = None  # of all ranks; one GPU of all of them serves their calls
     topology: Topology | None = None  # which ranks share a host, where there are several
 

@@ -78,6 +78,7 @@ class Traced(Executor):
         self.size = executor.size
         self.any_source = executor.any_source
         self.takes_cores = executor.takes_cores
+        self.may_share = executor.may_share
 
     def submit(self, call: Call) -> Work:
         num_bytes = sent_bytes(call, self.rank, self.size)

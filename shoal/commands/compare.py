@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -104,6 +105,12 @@ def compare(
     apart: Annotated[
         bool, typer.Option("--apart", help="Start new processes for every strategy.")
     ] = False,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Rehearse it, as shoal rehearse does.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="Rehearse it on this cluster: a file, or a preset.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Train one model under many strategies, and compare them.
@@ -114,6 +121,13 @@ def compare(
     """
     if script is None:  # without BatchNorm, whose statistics differ between strategies
         script, args = "gpt", ["--size", "tiny"]
+    if virtual or cluster is not None:
+        if slow_link or device or apart:
+            raise BadInput("--virtual takes no --slow-link, --device or --apart")
+        more: dict[str, Any] = {"slow": slow, "kill": kill, "until": until, "seed": seed}
+        rehearse = import_module("shoal.commands.rehearse").rehearse  # which has imported this
+        rehearse(script, args, workers, strategy, cluster, steps, as_json=as_json, **more)
+        return
     command = command_for(script, args)
     target = command[2:] if command[1] == "-m" else command[1:]
     has_faults = bool(slow or slow_link or kill)
@@ -393,6 +407,7 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
         "stale": lambda o: _shown(o.staleness, "{:.1f}".format),
     }
     late = {head: cell for head, cell in late.items() if any(map(cell, outcomes))}
+    last = ["against single"] if any(one.is_single for one in outcomes) else []
     rows = []
     for one in outcomes:
         row = [one.strategy, _shown(one.loss, "{:.4f}".format)]
@@ -402,9 +417,9 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
         if until is not None:
             row += [_shown(one.until_s, "{:.2f}".format), _shown(one.until_steps, "{:,}".format)]
         row += [cell(one) for cell in late.values()]
-        rows.append([*(cell or "–" for cell in row), _verdict(one)])
-    table = plain_table("", [*heads, *late, "against single"], rows, left=1)
-    table.columns[-1].justify, table.columns[0].overflow = "left", "fold"
+        rows.append([*(cell or "–" for cell in row), *([_verdict(one)] if last else [])])
+    table = plain_table("", [*heads, *late, *last], rows, left=1)
+    table.columns[-1].justify, table.columns[0].overflow = "left" if last else "right", "fold"
     return table
 
 

@@ -124,6 +124,8 @@ def rehearse(
 
     check_folder(trace, "a trace")
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
+    if any(as_strategy(name) == as_strategy("single") for name in strategy or ()):
+        names = ["single", *names]  # on one worker, for the others to be compared with
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)
     slowness = read_slow(slow or (), workers)
@@ -191,16 +193,19 @@ class _Stage:
         from shoal.rehearse.world import RehearsalSpec, rehearse
 
         value = as_strategy(name)
+        workers = 1 if name == "single" else self.workers
+        single = next((one for one in self.outcomes if one.is_single and one.ran), None)
+        losses = self.more["single"]["losses"] if single else ()
         self.more[name] = {}
         try:
             if self.losses.restarts:
                 value = taking_back(value, self.workers)
             times = step_times(
-                self.subject.workload, self.hardware, value, self.workers, self.subject.batch
+                self.subject.workload, self.hardware, value, workers, self.subject.batch
             )
             spec = RehearsalSpec(
                 value,
-                self.workers,
+                workers,
                 self.hardware,
                 times,
                 self.uneven,
@@ -211,13 +216,13 @@ class _Stage:
             )
             done = rehearse(train, spec)
         except BadInput as error:
-            self.outcomes.append(RunOutcome(name, self.workers, refused=str(error)))
+            self.outcomes.append(RunOutcome(name, workers, refused=str(error)))
             return
         except ShoalError as error:
-            self.outcomes.append(RunOutcome(name, self.workers, failed=str(error)))
+            self.outcomes.append(RunOutcome(name, workers, failed=str(error)))
             return
-        run = ComparedRun(len(self.outcomes), name, self.workers, "")
-        found = outcome_from(run, done.reports, done.spans, None, (), until)
+        run = ComparedRun(len(self.outcomes), name, workers, "")
+        found = outcome_from(run, done.reports, done.spans, single, losses, until)
         self.outcomes.append(replace(found, cpu_s_per_step=None))  # all are in one process
         self.spans = done.spans
         busiest = max(done.link_bytes.items(), key=lambda one: one[1], default=None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -111,6 +111,7 @@ class ClicksNet(nn.Module):
 # ------------------------------------------------------------------------------ the data
 
 
+@cache  # virtual workers share it
 def load_clicks(
     samples: int, rows: int, frequent_first: bool = False
 ) -> tuple[TensorDataset, TensorDataset]:

@@ -12,7 +12,7 @@ of 8 x 8 pixels with values from 0 to 16. See data/README.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class DigitsNet(nn.Sequential):
 sgd = partial(torch.optim.SGD, momentum=0.9)
 
 
+@cache  # virtual workers share it
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """1,500 images to train on and 297 to test on; the same ones every time."""
     table = np.loadtxt(DATA, delimiter=",", dtype=np.int64)

@@ -15,7 +15,7 @@ import string
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,7 @@ def warm_up_then_cosine(step: int, *, peak: float, num_steps: int) -> float:
 # ------------------------------------------------------------------------------ the data
 
 
+@cache  # virtual workers share it
 def load_windows(context: int) -> tuple[TensorDataset, TensorDataset]:
     """Windows to train on, and windows of the last 5% of the text to test on."""
     tokens = encode(library_text())

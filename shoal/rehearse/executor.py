@@ -33,7 +33,7 @@ MessageKey = tuple[GroupKey, int, int, int]
 
 
 class VirtualWork:
-    """Ends when it is told to; any number of fibers may wait for it."""
+    """Ends with `end`; any number of fibers may wait for it."""
 
     def __init__(self, time: VirtualTime, doing: str):
         self._time = time
@@ -106,6 +106,7 @@ class VirtualRanks:
         self.network = network
         self.time = time
         self.devices = tuple(devices)
+        self.totals: dict[object, int] = {}  # addresses of what is added up before all give it
         self._algorithm = algorithm
         self._groups: dict[GroupKey, _GroupState] = {}
         self._boxes: dict[MessageKey, deque[_Flight]] = defaultdict(deque)
@@ -153,7 +154,7 @@ class VirtualRanks:
         ranks = group.ranks
         calls = [meeting.calls[rank] for rank in range(len(ranks))]
         error: Exception | None = _different(calls, ranks)
-        if error is None:
+        if error is None and not self._is_added_up(calls):
             try:
                 carry_out(calls)
             except Exception as raised:
@@ -167,6 +168,12 @@ class VirtualRanks:
 
         phases = [] if error is not None else self._phases(calls, ranks)
         self.network.send_phases(phases, done)
+
+    def _is_added_up(self, calls: Sequence[Call]) -> bool:
+        if calls[0].kind != "all_reduce" or not self.totals:
+            return False
+        found = {call.data.data_ptr() for call in calls if isinstance(call.data, Tensor)}
+        return len(found) == 1 and found <= set(self.totals.values())
 
     def _phases(self, calls: Sequence[Call], ranks: tuple[int, ...]) -> list[Phase]:
         call = calls[calls[0].root]
@@ -256,6 +263,8 @@ def _different(calls: Sequence[Call], ranks: Sequence[int]) -> ShoalError | None
 
 class Virtual(Executor):
     """One rank of a group of virtual ranks."""
+
+    may_share = False  # what workers exchange takes its time on the links
 
     def __init__(self, exchange: VirtualRanks, ranks: Sequence[int], rank: int, key: GroupKey = ()):
         self._exchange = exchange

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -48,6 +48,8 @@ class VirtualNetwork:
         self._time = time
         self._routes = Routes(cluster)
         self._messages = MessageNetwork(self._routes.capacities)
+        # steps are alike
+        self._ways = lru_cache(1024)(lambda *ends: self._routes.ways(*map(np.array, ends)))
         self._arrived: dict[int, Callable[[], None]] = {}
         self._number = 0
         self._begun: list[tuple[int, VirtualMessage]] = []
@@ -112,7 +114,7 @@ class VirtualNetwork:
         src, dst, sizes, repeats = zip(*(message for _, message in begun), strict=True)
         tags = np.array([tag for tag, _ in begun])
         self._let_pass(self._time.now_s)
-        ways = self._routes.ways(np.array(src), np.array(dst))
+        ways = self._ways(src, dst)
         self._messages.start(ways, np.array(sizes, np.float64), tags, np.array(repeats))
         self._next_s = None
 

@@ -49,8 +49,7 @@ class VirtualSocket:
         self.carries: Callable[[int], int] | None = None
         self._peer: VirtualSocket | None = None
         self._flights: deque[_Flight] = deque()  # to the peer
-        self._arrived = bytearray()
-        self._taken = 0  # of what has arrived
+        self._arrived: deque[memoryview] = deque()
         self._is_over = False  # nothing else will arrive
         self._is_shut = False
         self._reader: Fiber | None = None
@@ -101,8 +100,8 @@ class VirtualSocket:
     def _take(self, data: bytes | None) -> None:
         if data is None:
             self._is_over = True
-        else:
-            self._arrived += data
+        elif data:
+            self._arrived.append(memoryview(data))
         self._wake()
 
     def _wake(self) -> None:
@@ -116,17 +115,17 @@ class VirtualSocket:
         self._reader = self._time.current
         if end_s is not None:
             self._time.at(end_s, self._wake)
-        while self._taken == len(self._arrived) and not (self._is_over or self._is_shut):
+        while not self._arrived and not (self._is_over or self._is_shut):
             if end_s is not None and self._time.now_s >= end_s:
                 raise TimeoutError("timed out")
-            self._time.park(f"bytes from {self._peer.place.name if self._peer else 'nobody'}")
-        count = min(len(view), len(self._arrived) - self._taken)
-        with memoryview(self._arrived) as arrived:
-            view[:count] = arrived[self._taken : self._taken + count]
-        self._taken += count
-        if self._taken == len(self._arrived):
-            self._arrived = bytearray()
-            self._taken = 0
+            self._time.park(f"bytes from {self._peer.place.name if self._peer else 'no peer'}")
+        if not self._arrived:
+            return 0
+        first = self._arrived.popleft()
+        count = min(len(view), len(first))
+        view[:count] = first[:count]
+        if count < len(first):
+            self._arrived.appendleft(first[count:])
         return count
 
     # ------------------------------------------------------------------ the rest of a socket

@@ -50,7 +50,6 @@ class Fiber:
         self.turn.acquire()
         self.is_over = self.is_ending = False
         self.doing = ""  # what it waits for
-        self.since_s = 0.0
         self.waiters: list[Fiber] = []
 
 
@@ -60,7 +59,7 @@ class VirtualTime:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.sources: list[EventSource] = []
-        self.error: BaseException | None = None  # of a fiber that nobody waits for
+        self.error: BaseException | None = None  # of a fiber; `run` raises it
         self._ready: deque[Fiber] = deque()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -88,7 +87,11 @@ class VirtualTime:
 
         fiber = self.spawn("rehearsal", first, None)
         thread_switch(self._ready.popleft())
-        self._over.wait()
+        try:
+            self._over.wait()
+        except BaseException as error:  # Ctrl-C; what runs now ends where it waits next
+            self._abandon(error)
+            self._over.wait()
         fiber.is_over = True
         if self.error is not None:
             raise self.error
@@ -198,7 +201,7 @@ class VirtualTime:
         """Wait until another fiber or an event wakes this one."""
         self.check()
         me = self.current
-        me.doing, me.since_s = doing, self.now_s
+        me.doing = doing
         following = self._next()
         if following is not me:
             thread_switch(following)
@@ -238,12 +241,12 @@ class VirtualTime:
         """Nothing will ever happen: say who waits for what, and end."""
         waits = [f"{f.name} for {f.doing}" for f in self._fibers if not f.is_over and f.doing]
         shown = "; ".join(waits[:8]) or "no fiber is left"
-        self.error = self.error or ShoalError(
-            f"the rehearsal hangs at {self.now_s:.3f} s of its time: {shown}"
-        )
-        for fiber in self._fibers[1:]:
+        self._abandon(ShoalError(f"the rehearsal hangs at {self.now_s:.3f} s of its time: {shown}"))
+
+    def _abandon(self, error: BaseException) -> None:
+        self.error = self.error or error
+        for fiber in [*self._fibers[1:], self._fibers[0]]:
             self.end(fiber)
-        self.end(self._fibers[0])
 
     def _load(self, worker: RandomState | None) -> None:
         """The global random generators are those of the worker that runs."""

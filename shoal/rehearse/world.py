@@ -39,6 +39,7 @@ from shoal.rehearse.network import VirtualNetwork
 from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
 from shoal.rehearse.processes import VirtualProcesses, VirtualRole
 from shoal.rehearse.random_state import RandomState
+from shoal.rehearse.shared_replicas import SharedReplicas
 from shoal.rehearse.sockets import VirtualProcess, VirtualSockets
 from shoal.rehearse.threading_like import VirtualClock
 from shoal.rehearse.virtual_time import VirtualTime
@@ -123,6 +124,7 @@ class _Rehearsal:
         self.network = VirtualNetwork(cluster, self.time)
         algorithm = term.collective_algorithm or "auto"
         self.exchange = VirtualRanks(self.network, self.time, range(spec.workers), algorithm)
+        self._shared = SharedReplicas(self.exchange)
         self._reports: dict[int, dict[str, Any]] = {}
         self._results: dict[int, Any] = {}
         self._recorders: list[Recorder] = []
@@ -147,6 +149,7 @@ class _Rehearsal:
                 self.time.run(self._body)
         finally:
             torch.set_num_threads(threads)
+            self._shared.close()
         spans: Trace = {}
         for recorder in self._recorders:
             spans.setdefault(recorder.process, []).extend(recorder.spans)
@@ -325,6 +328,8 @@ class _Rehearsal:
         job.checkpoints.dry = True
         job.on_build.append(self._check_model)
         job.on_build.append(pace.watch)
+        if not spec.losses:
+            job.on_build.append(partial(self._shared.join, rank))
         record = StepRecord(job)
         if spec.steps is not None:
             job.stop_after(spec.steps)

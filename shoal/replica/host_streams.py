@@ -24,6 +24,15 @@ class _Snapshot(NamedTuple):
     words: bytes
 
 
+class _Parked(NamedTuple):
+    """A generator of a worker while another worker of this process runs."""
+
+    mark: tuple[int, ...]  # some of the words: every draw and every seed changes them
+    state: Any
+    seeded: bytes | None
+    draws: bool  # between steps: its state may be more than the words, such as half of a pair
+
+
 class _Stream:
     """One generator; `words` are its state in memory, None where that is not known."""
 
@@ -65,8 +74,28 @@ class _Stream:
         if self._seeded is not None:
             self._stays |= now != self._seeded
             self.is_drawn_from = self._stays
+            self._seeded = None
         self._put(before.state)
         return False
+
+    def park(self, before: _Parked | None) -> _Parked:
+        """`before`: when this worker ran last. A state that has not changed is not read again."""
+        mark = self._mark()
+        if before is None:
+            return _Parked(mark, self._get(), self._seeded, False)
+        is_same = bool(mark) and mark == before.mark
+        draws = before.draws or not (is_same or self._seeded or before.seeded)
+        state = before.state if is_same and not draws else self._get()
+        return _Parked(mark, state, self._seeded, draws)
+
+    def resume(self, parked: _Parked) -> None:
+        if parked.draws or not parked.mark or self._mark() != parked.mark:
+            self._put(parked.state)
+        self._seeded = parked.seeded
+
+    def _mark(self) -> tuple[int, ...]:
+        words = self._words
+        return () if words is None else (words[0], words[1], words[-1])
 
     def words_now(self) -> bytes:
         return b"" if self._words is None else bytes(self._words)
@@ -90,6 +119,9 @@ class _TorchStream(_Stream):
 
     def _put_words(self, words: bytes) -> None:
         self._put(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+
+
+Parked = dict[_Stream, _Parked]
 
 
 def _words_at(address: int, expected: list[int]) -> ctypes.Array[ctypes.c_uint32] | None:
@@ -151,6 +183,14 @@ class HostStreams:
         """Something has drawn after all: return to these states, and remember from which it has."""
         for stream, before in zip(self._streams(), words, strict=False):
             stream.restore(_Snapshot(None, before))
+
+    def park(self, before: Parked) -> Parked:
+        """For another worker of this process, which has states of its own."""
+        return {stream: stream.park(before.get(stream)) for stream in self._streams()}
+
+    def resume(self, parked: Parked) -> None:
+        for stream, state in parked.items():
+            stream.resume(state)
 
     @property
     def are_drawn_from(self) -> bool:

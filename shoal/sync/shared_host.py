@@ -36,8 +36,9 @@ def pays(flat: FlatParams, group: Group, wanted: bool | None) -> bool:
 
     The same on all ranks.
     """
-    is_large = flat.data.nbytes >= SHARED_BYTES
-    return group.size > 1 and flat.device.type == "cpu" and (is_large if wanted is None else wanted)
+    if group.size == 1 or flat.device.type != "cpu" or not group.executor.may_share:
+        return False
+    return flat.data.nbytes >= SHARED_BYTES if wanted is None else wanted
 
 
 def takes_slices(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,38 @@ def test_losses_are_told_and_may_end_a_strategy(tmp_path: Path) -> None:
     assert went_on["said"][-1] == "finished by worker 0, without worker 1"
 
 
+def test_single_is_rehearsed_on_one_worker_for_the_others_to_be_compared_with() -> None:
+    answer = shoal("rehearse", *SHORT, "-s", "ddp", "-s", "single")
+    assert answer.exit_code == 0 and "equal (" in answer.stdout
+    single, ddp = document_of("-s", "ddp", "-s", "single")["runs"]
+    assert (single["strategy"], single["workers"], ddp["workers"]) == ("single", 1, 2)
+    assert ddp["loss_difference"] < 1e-4
+
+
+def test_without_single_there_is_nothing_to_compare_with() -> None:
+    answer = shoal("rehearse", *SHORT, "-s", "ddp")
+    assert answer.exit_code == 0 and "against single" not in answer.stdout
+
+
+def test_compare_virtual_is_a_rehearsal() -> None:
+    answer = shoal("compare", *SHORT, "-s", "ddp", "--virtual", "--json")
+    assert json.loads(answer.stdout) == document_of("-s", "ddp")
+    refused = shoal("compare", "digits", "--virtual", "--apart")
+    assert refused.exit_code == 2 and "--virtual" in refused.stderr
+
+
+def test_ctrl_c_ends_a_rehearsal() -> None:
+    command = [sys.executable, "-m", "shoal", "rehearse", "digits", "-n", "2", "-s", "ddp"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "rehearsing" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130 and "interrupted" in rest
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -59,6 +94,8 @@ def test_losses_are_told_and_may_end_a_strategy(tmp_path: Path) -> None:
         (("--kill", "7@2"), "there is no worker 7"),
         (("--mtbf", "soon"), "is not a time"),
         (("--cluster", "no-such"), "no-such"),
+        (("--cluster", "no/such.toml"), "no/such.toml"),
+        (("-n", "0"), "at least 1"),
         (("-s", "dpp"), "dpp"),
     ],
 )

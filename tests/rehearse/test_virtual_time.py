@@ -6,6 +6,7 @@ import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,21 +132,24 @@ def test_each_worker_draws_its_own_random_numbers() -> None:
     def draw(rank: int) -> None:
         torch.manual_seed(7)
         random.seed(7)
+        np.random.seed(7)
         drawn[rank] = []
         for _ in range(3):
             clock.sleep(1.0)  # the others draw meanwhile
-            drawn[rank].append((float(torch.rand(())), random.random()))
+            host = random.random(), random.gauss(0, 1), np.random.randn()  # halves of pairs
+            drawn[rank].append((float(torch.rand(())), *host))
 
     def body(time: VirtualTime) -> None:
         for rank in range(3):
             fiber = time.spawn(f"rank {rank}", partial(draw, rank), RandomState())
         time.join(fiber)
 
-    before = torch.get_rng_state(), random.getstate()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         in_virtual_time(body)
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
+        np.random.set_state(before[2])
     assert len(set(drawn[0])) == 3
     assert drawn[0] == drawn[1] == drawn[2]
