@@ -49,7 +49,7 @@ class SharedReplicas:
         if model is not None:
             pages = PrivatePages(model.fd, 0, whole_pages(step.flat.data.nbytes))
             if pages.can_tell:  # on all workers, or on none
-                Member(model, rank, step, pages)
+                SharedWorker(model, rank, step, pages)
 
     def close(self) -> None:
         for model in self._models.values():
@@ -60,7 +60,7 @@ def _are_equal(step: Step) -> bool:
     """Whether replicas have the same bits after each step, and one update stands for all."""
     sync, update = step.sync, step.update
     return (
-        isinstance(sync, (DdpSync, ExactReduce))
+        type(sync) in (DdpSync, ExactReduce)  # zero updates a shard
         and step.mesh.dp.size == step.mesh.world.size > 1
         and not step.term.is_elastic
         and update.scaler is None
@@ -135,7 +135,7 @@ class SharedModel:
         self._updates = update.steps
 
 
-class Member:
+class SharedWorker:
     """A worker whose weights are those of the model, until it writes into them."""
 
     def __init__(self, model: SharedModel, rank: int, step: Step, pages: PrivatePages):

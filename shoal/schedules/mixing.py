@@ -161,9 +161,10 @@ def edges_for(graph: str, workers: int) -> tuple[Edges, ...]:
         or graph.endswith((".txt", ".csv", ".edges"))
     ):
         raise StrategyError(f"gossip over the graph {graph} takes at most {MAX_WORKERS} replicas")
-    pairs = np.array(_named(graph, workers)[1].edges, np.int64).T
-    order = np.argsort(np.append(*pairs), kind="stable")
-    return ((np.append(*pairs)[order], np.append(*pairs[::-1])[order]),)
+    one, other = np.array(_named(graph, workers)[1].edges, np.int64).T
+    first, second = np.append(one, other), np.append(other, one)
+    order = np.argsort(first, kind="stable")
+    return ((first[order], second[order]),)
 
 
 @lru_cache(maxsize=64)
