@@ -8,16 +8,14 @@ replicated  the same with a parameter server that has a copy
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from shoal.cluster import Cluster
 from shoal.errors import StrategyError
 from shoal.plan.renewal import Renewal, Shares, missing_nodes, waiting_share
 from shoal.strategy.base import SyncTerm
-from shoal.strategy.ps_term import Ps
 from shoal.strategy.strategy import Strategy
-from shoal.strategy.sync_terms import Zero
 
 if TYPE_CHECKING:
     from shoal.plan.prediction import Prediction
@@ -79,11 +77,12 @@ def elastic_term(strategy: Strategy, replicas: int, devices: int) -> SyncTerm | 
         return None
     if strategy.splits or replicas <= devices or term.needs_first_replica:
         return None
-    if isinstance(term, Zero):  # a copy of each shard is on another node
-        term = replace(term, copies=min(devices, replicas - 1))
-    if isinstance(term, Ps):
-        term = replace(term, replicas=max(2, term.replicas))
-    return term
+    changed: dict[str, int] = {}
+    if "copies" in {field.name for field in fields(term)}:  # of each shard, on another node
+        changed["copies"] = min(devices, replicas - 1)
+    if term.has_servers:
+        changed["replicas"] = max(2, term.server_replicas)
+    return replace(term, **changed)
 
 
 def goodput_of(

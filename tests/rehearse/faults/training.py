@@ -143,7 +143,8 @@ def _weights_of(model: nn.Module) -> Tensor:
 def _save(scenario: Scenario, record: Record, folder: Path, job: Job, number: int) -> None:
     disk = next((f for f in scenario.faults if isinstance(f, FullDisk) and f.save == number), None)
     try:
-        with nullcontext() if disk is None else full_disk(disk.num_bytes):
+        # by the worker that writes: what others patch at the same time would stay
+        with full_disk(disk.num_bytes) if disk is not None and job.rank == 0 else nullcontext():
             job.save(folder)
     except CheckpointError:
         record.refused_saves += job.rank == 0
