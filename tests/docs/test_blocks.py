@@ -23,6 +23,7 @@ ELSEWHERE = {
     r".*(--on ray|etcd:|shoal submit)": "an engine, a cluster or a queue",
     r".*--elastic 2:8(?! -n)|.*-n 8 --cluster rack": "many workers",
     r"shoal rehearse gpt": "minutes",
+    r"python -m (benchmarks rehears|tests\.rehearse)": "a lab, or many minutes",
     r"shoal (lab|join)": "a lab or a run",
 }
 COMMAND = re.compile(r"(sudo |node\d\$ |\w+=\S+ )*(shoal|python|torchrun|pip|make|ssh|scp) (?!:)")
