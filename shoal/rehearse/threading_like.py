@@ -201,6 +201,7 @@ class VirtualThread(threading.Thread):
     """A fiber of the worker or server that starts it."""
 
     time: VirtualTime  # of the rehearsal that runs
+    _fiber: Fiber | None = None  # once it is started
 
     def start(self) -> None:
         started_by = self.time.current
@@ -209,10 +210,11 @@ class VirtualThread(threading.Thread):
         self._fiber = self.time.spawn(self.name, body, *place)
 
     def join(self, timeout: float | None = None) -> None:
+        assert self._fiber is not None
         self.time.join(self._fiber)
 
     def is_alive(self) -> bool:
-        return not self._fiber.is_over
+        return self._fiber is not None and not self._fiber.is_over
 
 
 class VirtualClock:
