@@ -21,7 +21,6 @@ from shoal.server.process.server import Server
 PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
 LISTENERS = {
-    "comm/executors/hierarchical/gloo_links.py": "HostNetwork.check_gloo",
     "comm/select.py": "Gloo and NCCL: Worker._check_network",
     "comm/store/service.py": "asks for a key",
     "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",

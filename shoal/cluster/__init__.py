@@ -65,7 +65,6 @@ class Cluster:
     oversubscription: float = 1.0  # ports towards nodes against ports towards the spine
     uplink_alpha_s: float = 0.0  # what the way over the spine adds to a message
     noise: Noise = Noise()
-    between: tuple[MeasuredCalls, ...] = ()  # calls between nodes, by what joins them
     storage_bytes_per_s: float | None = None  # where checkpoints lie, of all nodes together
     source: str = "spec"
 

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
-from shoal.cluster.units import show_bytes, show_seconds
 from shoal.errors import BadInput
 
 UPDATE_KERNELS = {"adam": 8, "sgd": 3}  # that torch.optim runs for each tensor on a CPU
@@ -172,43 +170,3 @@ class MeasuredCalls:
         if num_bytes > high:
             return high_s + max(0.0, high_s - low_s) / (high - low) * (num_bytes - high)
         return low_s + (num_bytes - low) / (high - low) * (high_s - low_s)
-
-
-TCP, GLOO = "tcp", "gloo"
-_CLEARLY = 0.95  # of the other's time; quartiles may not overlap either
-
-
-class BetweenChoice(NamedTuple):
-    """The executor between hosts, and the measurement that decided."""
-
-    executor: str
-    why: str
-
-
-def choose_between(measured: Sequence[MeasuredCalls]) -> BetweenChoice | None:
-    """What joins hosts, by what was measured: Shoal's own TCP transport, or Gloo; None: not both.
-
-    Gradients are large messages, so these decide. Where they take equally long, small ones do: the
-    losses and flags of every step. Where nothing is clearly better, it is TCP.
-    """
-    known = {calls.executor: calls for calls in measured if calls.kind == "all_reduce"}
-    if TCP not in known or GLOO not in known:
-        return None
-    times = {name: _times(known[name]) for name in (TCP, GLOO)}
-    sizes = sorted(times[TCP].keys() & times[GLOO].keys())
-    for size in sizes[-1:] + sizes[:1]:
-        for best, other in ((TCP, GLOO), (GLOO, TCP)):
-            took_s, _, high_s = times[best][size]
-            other_s, other_low_s, _ = times[other][size]
-            if took_s <= _CLEARLY * other_s and high_s < other_low_s:
-                took, others = show_seconds(took_s), show_seconds(other_s)
-                why = f"an all-reduce of {show_bytes(size)} took {took} over {best}, {others} over "
-                return BetweenChoice(best, f"{why}{other}")
-    return BetweenChoice(TCP, "TCP and Gloo take equally long")
-
-
-def _times(calls: MeasuredCalls) -> dict[float, tuple[float, float, float]]:
-    """By bytes: the median and the quartiles."""
-    spread = calls.spread or tuple((seconds, seconds) for _, seconds in calls.points)
-    pairs = zip(calls.points, spread, strict=True)
-    return {size: (seconds, *around) for (size, seconds), around in pairs}

@@ -164,7 +164,6 @@ class _File(_Table, kw_only=True):
     storage: _StorageTable = msgspec.field(default_factory=_StorageTable)
     crowded: list[_CrowdedTable] = []
     measured: list[_CallsTable] = []
-    between: list[_CallsTable] = []
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -231,7 +230,6 @@ def _cluster(file: _File, default_name: str) -> Cluster:
         oversubscription=_oversubscription(file, node, links),
         uplink_alpha_s=file.spine.alpha_us * 1e-6,
         noise=Noise(**_in_si("noise", file.noise)),
-        between=tuple(map(_calls, file.between)),
         storage_bytes_per_s=_in_si("storage", file.storage)["bytes_per_s"],
         source=file.source,
     )
@@ -404,12 +402,11 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         yield from _table("storage", {"GB_per_s": cluster.storage_bytes_per_s / 1e9})
     for workers, device in node.crowded:
         yield from _table("crowded", {"workers": workers, **_device_keys(device)}, many=True)
-    for name, many in (("measured", node.measured), ("between", cluster.between)):
-        for calls in many:
-            points = [[size, seconds * 1e6] for size, seconds in calls.points]
-            spread = [[low * 1e6, high * 1e6] for low, high in calls.spread]
-            keys = {**vars(calls), "points": points, "spread": spread, "source": "measured"}
-            yield from _table(name, keys, many=True)
+    for calls in node.measured:
+        points = [[size, seconds * 1e6] for size, seconds in calls.points]
+        spread = [[low * 1e6, high * 1e6] for low, high in calls.spread]
+        keys = {**vars(calls), "points": points, "spread": spread, "source": "measured"}
+        yield from _table("measured", keys, many=True)
 
 
 def _device_keys(device: Device) -> dict[str, Any]:

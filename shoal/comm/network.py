@@ -1,6 +1,5 @@
 """How ranks of several hosts reach each other: which transport, where it listens, who may connect.
 
-SHOAL_BETWEEN         "tcp" (default where the native part is built) or "gloo"
 SHOAL_HOST            the name or address of this host; default: the one that reaches MASTER_ADDR
 SHOAL_RACK            the rack of a host, by any name; `--on lab` gives it to its hosts
 SHOAL_HOSTS_PER_RACK  hosts fill racks in their order; `shoal run --cluster FILE` sets it
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
@@ -28,14 +26,13 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import code_of, fresh_nonce
 from shoal.runtime.trust import is_loopback, key_of_host, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import join
+from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 
 if TYPE_CHECKING:
-    from shoal.comm.executors.hierarchical.collectives import HostLinks
+    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
     from shoal.transport.tcp.transport import TcpEngine
 
 
-BETWEEN = ("tcp", "gloo")
 LOOPBACK = "127.0.0.1"
 _CONNECT_S = 120.0
 _ANY_PORT = 9  # nothing is sent: the kernel chooses the interface
@@ -48,18 +45,6 @@ class HostNetwork:
     config: RunConfig = field(default_factory=RunConfig)
     is_one_host: bool = False
     master: str | None = None  # a host that all ranks reach
-
-    @property
-    def between(self) -> str:
-        asked = self.config.between
-        if asked is not None and asked not in BETWEEN:
-            raise BadInput(f"SHOAL_BETWEEN is tcp or gloo, not {asked!r}")
-
-        from shoal.transport.tcp.transport import is_built
-
-        if asked == "tcp" and not is_built():
-            raise BadInput("SHOAL_BETWEEN=tcp needs the native part, which is not built here")
-        return asked or ("tcp" if is_built() else "gloo")
 
     @property
     def address(self) -> str:
@@ -82,11 +67,8 @@ class HostNetwork:
 
     def require_tcp(self) -> None:
         """BadInput where this host cannot take part in an elastic group."""
-        if self.between != "tcp":
-            raise BadInput(
-                "an elastic group over several hosts is joined over TCP by the native part, which "
-                "is not built or not chosen here: leave out SHOAL_BETWEEN, or install a compiler"
-            )
+        if not is_built():
+            raise BadInput(f"an elastic group over several hosts is joined over TCP: {NOT_BUILT}")
 
     def check_gloo(self, rank: int) -> None:
         if not self.is_local:
@@ -131,24 +113,10 @@ def share_on_hosts(
     return local
 
 
-def agreed_between(network: HostNetwork, exchange: Exchange) -> str:
-    """TCP where all ranks can; all ranks call it."""
-    answers = set(exchange(network.between.encode()))
-    return "tcp" if answers == {b"tcp"} else "gloo"
-
-
 def open_links(
-    between: str, topology: Topology, store: Store, exchange: Exchange, timeout_s: float,
-    network: HostNetwork,
-) -> HostLinks:  # fmt: skip
+    topology: Topology, exchange: Exchange, timeout_s: float, network: HostNetwork
+) -> TcpLinks:
     """The connections between the hosts of a group; all ranks call it."""
-    if between == "gloo":
-        network.check_gloo(topology.rank)
-
-        from shoal.comm.executors.hierarchical.gloo_links import GlooLinks
-
-        return GlooLinks(topology, PrefixStore("gloo", store), timeout_s)
-
     from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
 
     return TcpLinks(open_engine(topology, exchange, timeout_s, network), topology, timeout_s)

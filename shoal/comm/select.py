@@ -3,8 +3,8 @@
 named algorithm          schedules over TCP between hosts, or torch's point-to-point messages
 NCCL                     torch.distributed
 one host                 shared memory
-several hosts            shared memory inside, TCP (or Gloo) between
-no shared memory         Gloo
+several hosts            shared memory inside, TCP between
+no native part           Gloo
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class GroupSpec:
     def is_gloo_unused(self) -> bool:
         """Whether hosts are joined over TCP, and Gloo could not tell strangers from ranks."""
         is_open = self.is_one_host or self.backend != "gloo" or self.config.tls.trusted_network
-        return not is_open and self.network.between == "tcp"
+        return not is_open and is_built()
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
     hosts = Topology.of(exchange(host_id(spec.host_id)), spec.rank)
     placed = networks.in_ring_order(hosts, spec.network, exchange)
     order = tuple(rank for ranks in placed.hosts for rank in ranks)
-    if networks.agreed_between(spec.network, exchange) == "gloo":
+    if not _all_built(exchange):
         spec.network.check_gloo(spec.rank)
         return TorchTransport(world), order
     topology = Topology(tuple((rank,) for rank in range(spec.size)), spec.rank)
@@ -229,6 +229,11 @@ def exchange_over(store: Store, rank: int, size: int) -> Exchange:
     return exchange
 
 
+def _all_built(exchange: Exchange) -> bool:
+    """Whether all ranks have the native part; all of them call it."""
+    return set(exchange(str(is_built()).encode())) == {b"True"}
+
+
 def share_memory(
     store: Store,
     rank: int,
@@ -238,19 +243,14 @@ def share_memory(
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 
-    None on all ranks if no two ranks share a host and Gloo joins them, or, with a warning, if one
-    of them cannot share memory. `store` must have no other users.
+    None on all ranks, with a warning, if one of them cannot share memory: Gloo joins them then.
+    `store` must have no other users.
     """
     host = host or networks.HostSpec()
     exchange = exchange_over(store, rank, size)
     topology = Topology.of(exchange(host_id(host.host_id)), rank)
-    between = "tcp"
     if len(topology.hosts) > 1:
-        between = networks.agreed_between(host.network, exchange)
         topology = networks.in_ring_order(topology, host.network, exchange)
-    if len(topology.hosts) == size > 1 and between == "gloo":
-        host.network.check_gloo(rank)
-        return None
     local = networks.share_on_hosts(topology, exchange, timeout_s, host.run_dir)
     if local is None:
         if len(topology.hosts) > 1:
@@ -260,7 +260,7 @@ def share_memory(
     if len(topology.hosts) == 1:
         return local
     try:
-        links = networks.open_links(between, topology, store, exchange, timeout_s, host.network)
+        links = networks.open_links(topology, exchange, timeout_s, host.network)
     except BaseException:
         local.close()
         raise

@@ -13,91 +13,16 @@ import typer
 from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
 from shoal.cluster import Cluster, drawing
 from shoal.cluster.discover import discover as discover_host
-from shoal.cluster.hardware import GLOO, TCP, BetweenChoice, Device, MeasuredCalls, choose_between
+from shoal.cluster.hardware import Device, MeasuredCalls
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
-from shoal.commands.launching import check_engine, check_folder, open_engine
+from shoal.commands.launching import check_folder
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
-from shoal.lab.lab import find_lab
-from shoal.runtime.config import RunConfig
-from shoal.runtime.lab_files import LabFiles
-from shoal.runtime.wording import counted, say
-from shoal.strategy.strategy import as_strategy
-
-_GLOO_NEEDS = "Gloo needs SHOAL_TRUSTED_NETWORK=1"
-
-
-def measure_between(
-    on: str, cluster: str | None, output: Path | None, workers: int | None, seconds: float,
-    as_json: bool,
-) -> None:  # fmt: skip
-    check_engine(on)
-    name, file = _source(on, cluster, output)
-    known = load_cluster(name)
-    count = workers or known.nodes
-    config = RunConfig.from_environment()
-    what = f"all-reduces of {counted(count, 'worker')} on the hosts of {on}"
-    say(f"measuring {what}, about {seconds:g} s")
-    from shoal.calibration.between import calibrate_between  # torch: only where it is needed
-
-    with open_engine(on, config) as machines:
-        found = calibrate_between(machines, config, known, count, seconds)
-    text = cluster_text(found)
-    write_text(file, text)
-    document = {"files": [str(file)], "cluster": msgspec.toml.decode(text)}
-    show_parts(document, [*_between(found), f"written to {file}"], as_json)
-
-
-def _source(on: str, cluster: str | None, output: Path | None) -> tuple[str, Path]:
-    """The cluster that is added to, and the file that is written."""
-    if cluster is None:
-        if on.partition("://")[0] != "lab":
-            raise BadInput(f"--on {on}: name the cluster file with --cluster FILE")
-        cluster = f"lab://{find_lab(on.partition('://')[2] or None).design.name}"
-    if output is not None:
-        return cluster, output
-    if cluster == "lab" or cluster.startswith("lab://"):
-        lab = find_lab(cluster.partition("://")[2] or None)
-        return cluster, LabFiles(lab.design.name).cluster
-    if not Path(cluster).is_file():
-        raise BadInput(f"{cluster} is not a file: name one to write with -o")
-    return cluster, Path(cluster)
-
-
-def _between(cluster: Cluster) -> Iterator[Part]:
-    sizes = sorted({size for calls in cluster.between for size, _ in calls.points})
-    heads = ["all-reduce", *map(show_bytes, sizes)]
-    title = f"{cluster.name}: between {cluster.between[0].ranks} hosts, medians (quartiles)"
-    rows = []
-    for calls in cluster.between:
-        times = zip(calls.points, calls.spread, strict=True)
-        rows.append(
-            [calls.executor, *(_spread(s, around, show_seconds) for (_, s), around in times)]
-        )
-    yield plain_table(title, heads, rows, left=1)
-    choice = choose_between(cluster.between)
-    if choice is not None:
-        yield f"shoal run --cluster takes {choice.executor}: {choice.why}"
-    elif GLOO not in {calls.executor for calls in cluster.between}:
-        yield f"Gloo was not measured, so runs take TCP: {_GLOO_NEEDS}"
-
-
-def with_measured_transport(config: RunConfig, cluster: Cluster, on: str) -> RunConfig:
-    """The faster of TCP and Gloo between hosts, where both were measured; a line says so."""
-    choice = choose_between(cluster.between)
-    if choice is None or config.between is not None:
-        return config
-    is_private = on.partition("://")[0] == "lab"  # no other user can read what its hosts send
-    if choice.executor == GLOO and not (config.tls.trusted_network or is_private):
-        choice = BetweenChoice(TCP, f"{choice.why}, but {_GLOO_NEEDS}")
-    elif choice.executor == GLOO and as_strategy(config.strategy or "single").is_elastic:
-        choice = BetweenChoice(TCP, f"{choice.why}, but elastic groups need TCP")
-    say(f"hosts are joined by {choice.executor}: {choice.why} (cluster {cluster.name})")
-    return replace(config, between=choice.executor)
+from shoal.runtime.wording import say
 
 
 def calibrate_command(
@@ -112,31 +37,16 @@ def calibrate_command(
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     device: options.Device = None,
-    on: Annotated[
-        str | None,
-        typer.Option(metavar="ENGINE", help="Measure between the hosts of an engine instead."),
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="With --on: the cluster file that it is added to.")
-    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure this machine, in about a minute; with --on the network between hosts.
+    """Measure this machine, in about a minute.
 
     Products by size, memory, launches, updates and collectives, with 1, 2, 4, … workers at the
     same time. The figures are medians; their spread is that between quartiles. They are also kept
     for `-s auto`.
-
-    Between hosts: all-reduces over Shoal's TCP and over Gloo. `shoal run --on ENGINE --cluster
-    FILE` takes the one that was faster.
     """
     check_folder(output, "a cluster file")
     check_seconds(seconds)
-    if on is not None:
-        measure_between(on, cluster, output, workers, seconds, as_json)
-        return
-    if cluster is not None:
-        raise BadInput("--cluster is the file that figures between hosts are added to: give --on")
     measured = calibrate(CalibrationOptions(workers, seconds, device), say)
     text = cluster_text(measured)
     kept = keep(measured, device) if workers is None else None

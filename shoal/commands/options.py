@@ -32,8 +32,7 @@ RunCluster = Annotated[
     typer.Option(
         "--cluster",
         help="A cluster file or preset: its racks give the order of hosts, and what is "
-        "summed up inside racks first; with --on, what was measured between hosts (shoal "
-        "cluster calibrate --on) chooses TCP or Gloo.",
+        "summed up inside racks first.",
         show_default="what the engine knows",
     ),
 ]

@@ -38,7 +38,7 @@ def run(
         launching.check_engine(on)
     command = launching.command_for(script, args)
     asked = asked.resolved(command)
-    config = with_cluster(asked.to_config(on, checkpoint, resume), cluster, on)
+    config = with_cluster(asked.to_config(on, checkpoint, resume), cluster)
     if resume and config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
     files = asked.files
@@ -83,17 +83,12 @@ def _predicted(
         return None
 
 
-def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> RunConfig:
+def with_cluster(config: RunConfig, name: str | None) -> RunConfig:
     """BadInput where there is no such cluster."""
     if name is None:
         return config
     cluster = load_cluster(name)
-    config = replace(config, hosts_per_rack=cluster.nodes_per_rack)
-    if on is None:
-        return config
-    from shoal.commands.cluster import with_measured_transport  # only where needed
-
-    return with_measured_transport(config, cluster, on)
+    return replace(config, hosts_per_rack=cluster.nodes_per_rack)
 
 
 @options.with_fields

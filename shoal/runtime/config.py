@@ -204,7 +204,6 @@ class RunConfig:
     tensorboard: Path | None = variable("SHOAL_TENSORBOARD", PATH)
     host_id: str | None = variable("SHOAL_HOST_ID", TEXT)  # ranks with the same one share memory
     hostname: str | None = variable("SHOAL_HOST", TEXT)  # the name that other hosts use
-    between: str | None = variable("SHOAL_BETWEEN", TEXT)  # collectives between hosts: tcp, gloo
     host_order: tuple[str, ...] = variable("SHOAL_HOST_ORDER", WORDS, ())  # of the ring
     rack: str | None = variable("SHOAL_RACK", TEXT)  # of this host: any name
     hosts_per_rack: int | None = variable("SHOAL_HOSTS_PER_RACK", POSITIVE)  # they fill racks

@@ -57,8 +57,8 @@ def shared_memory(size: int, wrap: Wrap = Group) -> Run:
     return lambda case: on_shm_threads(size, lambda group: case(wrap(group.executor)))
 
 
-def hierarchical(where: str, between: str | None = None) -> Run:
-    return lambda case: on_hosts(where, case, between)
+def hierarchical(where: str) -> Run:
+    return lambda case: on_hosts(where, case)
 
 
 def virtual(size: int) -> Run:
@@ -100,10 +100,6 @@ if is_built():
         **{
             f"hierarchical, hosts {hosts}": hierarchical(hosts)
             for hosts in few_or_all(("abab", "aab"), ("aabb", "abab", "aab", "abc"))
-        },
-        **{
-            f"hierarchical over Gloo, hosts {hosts}": hierarchical(hosts, "gloo")
-            for hosts in few_or_all(("aab",), ("aabb", "abab", "aab"))
         },
     }
 

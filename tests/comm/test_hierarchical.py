@@ -34,9 +34,8 @@ def test_hosts_are_numbered_in_the_order_of_ranks() -> None:
     assert not topology.is_even and Topology.of([b"x", b"y"], 0).is_even
 
 
-@pytest.mark.parametrize("between", ["tcp", "gloo"])
 @pytest.mark.parametrize("where", ["abab", "aab"])
-def test_integers_of_16_bits_are_summed_though_gloo_has_none(where: str, between: str) -> None:
+def test_integers_of_16_bits_are_summed(where: str) -> None:
     size = len(where)
 
     def work(group: Group) -> list[torch.Tensor]:
@@ -47,13 +46,13 @@ def test_integers_of_16_bits_are_summed_though_gloo_has_none(where: str, between
         group.reduce(piece, 0).wait()
         return [data.unique(), piece.unique()]
 
-    found = on_hosts(where, work, between=between)
+    found = on_hosts(where, work)
     assert [data.tolist() for data, _ in found] == [[size * (size - 1) // 2]] * size
     assert found[0][1].tolist() == [size * size]
 
 
 def test_a_receive_from_one_rank_after_one_from_any_source_gets_its_message() -> None:
-    """Rank 0 hears its neighbour first, while Gloo still listens for any rank."""
+    """Rank 0 hears its neighbour first, while it still listens for any rank."""
 
     def work(group: Group) -> list[tuple[int, float]]:
         if group.rank == 1:

@@ -13,9 +13,8 @@ from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.network import HostSpec
 from shoal.comm.select import share_memory
-from shoal.runtime.config import RunConfig
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 from shoal.transport.tcp.connect import TcpSpec
@@ -98,16 +97,13 @@ def memory_of(group: Group) -> SharedMemory:
     return group.executor
 
 
-def on_hosts(
-    where: Sequence[str], work: Callable[[Group], T], between: str | None = None
-) -> list[T]:
+def on_hosts(where: Sequence[str], work: Callable[[Group], T]) -> list[T]:
     """`where[r]` is the host of rank r, as it is said; memory and connections are real."""
-    network = HostNetwork(RunConfig(between=between))
     store = dist.HashStore()
     all_here = threading.Barrier(len(where))
 
     def main(rank: int) -> T:
-        host = HostSpec(host_id=where[rank], network=network)
+        host = HostSpec(host_id=where[rank])
         executor = share_memory(store, rank, len(where), 20.0, host)
         assert isinstance(executor, Hierarchical)
         group = Group(executor)

@@ -7,14 +7,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import app
 from shoal.cli import main, run_app
-from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import LabMachines, build_lab, remove_lab
 from shoal.launch.here.local import LaunchSpec
@@ -100,42 +98,3 @@ def test_copies_of_hot_rows_relieve_the_link_of_the_busiest_server(
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert ways["copies"]["predicted_speedup"] > 1.5
     assert ways["copies"]["max_over_mean_load"] < ways["owners"]["max_over_mean_load"] / 1.5
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(600)
-def test_a_run_is_joined_by_what_was_measured_between_the_hosts(
-    lab: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "cluster.toml"
-    words = ["calibrate", "--on", f"lab://{lab}", "--seconds", "1", "-o", str(file), "--json"]
-    with pytest.raises(SystemExit):
-        main(["cluster", *words])
-    found = json.loads(capsys.readouterr().out)["cluster"]["between"]
-    assert [(calls["executor"], calls["ranks"]) for calls in found] == [("tcp", 4), ("gloo", 4)]
-
-    script = tmp_path / "train.py"
-    exact = scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, exact=True")
-    logged, printed = "job.log(loss=step(batch))", "job.print(step(batch).item().hex())"
-    script.write_text(exact.replace(logged, printed))
-    shown = [run_joined_by(name, file, lab, script, capsys) for name in ("tcp", "gloo")]
-    assert shown[0] == shown[1] != ""
-
-
-def run_joined_by(
-    between: str, file: Path, lab: str, script: Path, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """The losses of a run whose cluster file says that this one is faster."""
-    cluster = read_cluster(file)
-    calls = [
-        replace(calls, points=((1.0, 1.0 + (calls.executor != between)),), spread=())
-        for calls in cluster.between
-    ]
-    file.write_text(cluster_text(replace(cluster, between=tuple(calls))))
-    words = ["run", "--on", f"lab://{lab}", "--cluster", str(file), "-n", "4", str(script)]
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    shown = capsys.readouterr()
-    assert not end.value.code
-    assert f"shoal: hosts are joined by {between}" in shown.err
-    return shown.out

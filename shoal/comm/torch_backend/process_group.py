@@ -1,8 +1,8 @@
 """Shoal as a backend of torch.distributed: `dist.init_process_group("shoal")`.
 
-Ranks of one host use shared memory, those of several hosts Gloo between the hosts. CUDA tensors
-are copied through the host's memory, so several ranks can share a GPU. Ranks that share no host,
-and installations without the native part, get Gloo instead; a message says so once.
+Ranks of one host use shared memory, those of several hosts TCP between the hosts. CUDA tensors
+are copied through the host's memory, so several ranks can share a GPU. Installations without the
+native part get Gloo instead; a message says so once.
 """
 
 from __future__ import annotations

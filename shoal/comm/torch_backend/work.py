@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 
-from shoal.comm.executors.hierarchical.collectives import Message
+from shoal.comm.executors.hierarchical.point_to_point import Message
 from shoal.comm.work_queue import QueuedWork
 
 Class = TypeVar("Class", bound=type)

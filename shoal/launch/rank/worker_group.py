@@ -33,6 +33,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import key_of_host, require_protected, require_trusted_network
 from shoal.runtime.waits import waiting
 from shoal.strategy.strategy import Strategy
+from shoal.transport.shm.segment import is_built
 
 if TYPE_CHECKING:
     from shoal.comm.members.board import Board
@@ -248,7 +249,7 @@ class WorkerGroup:
             if is_one_host(placement, self._config):
                 return key_of_host(self._config)
             secret = require_protected(self._config, "the rendezvous of several hosts", says)
-            if backend == "NCCL" or HostNetwork(self._config).between == "gloo":
+            if backend == "NCCL" or not is_built():
                 require_trusted_network(self._config, f"{backend} between hosts", says)
             return secret
         except BadInput as error:

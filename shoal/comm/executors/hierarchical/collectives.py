@@ -14,80 +14,13 @@ A byte goes from one host to another once, not once for every rank there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, divide
+from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Group
-from shoal.errors import PeerLost
-
-
-class InterHost(Protocol):
-    """Collectives among one rank of each host; rank h here is one rank of host h.
-
-    Flat tensors in the host's memory. `out` of a gather, and `data` of a reduce-scatter, have a
-    row for each host.
-    """
-
-    def run(self, call: Call) -> None:
-        """A barrier, broadcast, all_gather, all_reduce, reduce or reduce_scatter, to its end."""
-
-    def set_timeout(self, timeout_s: float) -> None: ...
-    def close(self) -> None:
-        """Ranks that wait for this one get an error at once."""
-
-
-class Message(Protocol):
-    """A message under way."""
-
-    @property
-    def source(self) -> int:
-        """Where a received one came from; known when it is done."""
-
-    def poll(self) -> bool: ...
-    def wait(self, timeout_s: float | None = None) -> None: ...
-
-
-class HostMessages(Protocol):
-    """Messages of bytes between ranks of different hosts; `src` may be ANY_SOURCE."""
-
-    timeout_s: float  # of a message
-
-    def send(self, data: Tensor, dst: int, tag: int) -> Message: ...
-    def recv(self, into: Tensor, src: int, tag: int) -> Message: ...
-    def abort(self) -> None:
-        """Ranks that wait for this one get an error at once."""
-
-
-class HostLinks(Protocol):
-    """The connections of one group of ranks on several hosts."""
-
-    def inter_host(self) -> InterHost | None:
-        """Among the ranks of `column_of`; None for a rank that is not one of them."""
-
-    def mesh(self) -> HostMessages:
-        """Messages between any two ranks."""
-
-    def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> HostLinks:
-        """For some of the ranks; `name` tells the subsets of a group apart."""
-
-    def close(self) -> None: ...
-
-
-class RemotePeerLost(PeerLost):
-    """A PeerLost that names ranks of the whole group already."""
-
-
-def column_of(topology: Topology) -> list[int] | None:
-    """The ranks of this one's index on all hosts; if hosts differ in size, the first ones only."""
-    if topology.index and not topology.is_even:
-        return None
-    return [ranks[topology.index] for ranks in topology.hosts]
-
 
 _LONG_BYTES = 16384
 
@@ -100,7 +33,7 @@ class HierarchicalCollectives:
     """
 
     def __init__(
-        self, topology: Topology, local: Group, inter_host: InterHost | None,
+        self, topology: Topology, local: Group, inter_host: TcpInterHost | None,
         timeout_s: float | None = None,
     ):  # fmt: skip
         self._topology = topology

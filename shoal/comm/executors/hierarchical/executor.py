@@ -1,4 +1,4 @@
-"""Collectives over several hosts: shared memory inside a host, TCP or Gloo between hosts.
+"""Collectives over several hosts: shared memory inside a host, TCP between hosts.
 
 Collectives run one after the other on a work queue; `collectives` has the steps of each. Where
 nothing is combined or copied for many (gather, scatter, all_to_all) every piece goes straight to
@@ -17,11 +17,8 @@ from torch import Tensor
 from shoal.comm.call import Call, as_reduced
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical import point_to_point
-from shoal.comm.executors.hierarchical.collectives import (
-    HierarchicalCollectives,
-    HostLinks,
-    Message,
-)
+from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
+from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import combine_rows
@@ -106,7 +103,7 @@ class Hierarchical(Executor):
     topology: Topology
 
     def __init__(
-        self, topology: Topology, shared_memory: SharedMemory, links: HostLinks, timeout_s: float
+        self, topology: Topology, shared_memory: SharedMemory, links: TcpLinks, timeout_s: float
     ):
         self.topology = topology
         self.shared_memory = shared_memory
@@ -140,11 +137,11 @@ class Hierarchical(Executor):
 
     # ------------------------------------------------------------------ operations
 
-    def send(self, data: Tensor, dst: int, tag: int) -> Message:
+    def send(self, data: Tensor, dst: int, tag: int) -> point_to_point.Message:
         self._check_open()
         return self._messages.send(data, dst, tag)
 
-    def recv(self, into: Tensor, src: int, tag: int) -> Message:
+    def recv(self, into: Tensor, src: int, tag: int) -> point_to_point.Message:
         self._check_open()
         return self._messages.recv(into, src, tag)
 

@@ -1,4 +1,4 @@
-"""Messages among ranks of several hosts: shared memory on a host, TCP or Gloo between hosts."""
+"""Messages among ranks of several hosts: shared memory on a host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.comm.executors.hierarchical.collectives import HostMessages, Message, RemotePeerLost
-from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.hierarchical.topology import RemotePeerLost, Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.staging import FlatTensor, on_host
 from shoal.errors import Desync, PeerLost, ShoalError
@@ -20,6 +20,28 @@ from shoal.transport.shm.messages import ANY_SOURCE, ShmWork
 
 _FIRST_PAUSE_S = 0.00002
 _LONGEST_PAUSE_S = 0.001
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    @property
+    def source(self) -> int:
+        """Where a received one came from; known when it is done."""
+
+    def poll(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> None: ...
+
+
+class HostMessages(Protocol):
+    """Messages of bytes between ranks of different hosts; `src` may be ANY_SOURCE."""
+
+    timeout_s: float  # of a message
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Message: ...
+    def recv(self, into: Tensor, src: int, tag: int) -> Message: ...
+    def abort(self) -> None:
+        """Ranks that wait for this one get an error at once."""
 
 
 # what a rank receives with a tag, from another host: (into, source, tag)

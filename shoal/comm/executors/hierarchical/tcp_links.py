@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from shoal.comm.call import Call
-from shoal.comm.executors.hierarchical.collectives import RemotePeerLost, column_of
-from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.hierarchical.topology import RemotePeerLost, Topology
 from shoal.comm.executors.scheduled import Algorithm, Scheduled
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
@@ -29,7 +28,11 @@ _LINK = Link(60e-6, 8e-9, 1e-10)  # a network of 1 Gb/s; it decides between few 
 
 
 class TcpInterHost:
-    """Schedules over TCP; see `InterHost`."""
+    """Collectives among one rank of each host; rank h here is one rank of host h.
+
+    Flat tensors in the host's memory. `out` of a gather, and `data` of a reduce-scatter, have a
+    row for each host.
+    """
 
     def __init__(self, transport: TcpTransport, ring: TcpTransport, rack: int | None = None):
         """`rack` hosts are in a rack, one rack after the other; None: one rack, or not known."""
@@ -43,6 +46,7 @@ class TcpInterHost:
             transport.timeout_s = timeout_s
 
     def close(self) -> None:
+        """Ranks that wait for this one get an error at once."""
         for transport in self._transports:
             transport.abort()
 
@@ -82,7 +86,8 @@ class TcpLinks:
         self._ranks = self._ranks or range(self._engine.size)
 
     def inter_host(self) -> TcpInterHost | None:
-        column = column_of(self._topology)
+        """Among the ranks of `column`; None for a rank that is not one of them."""
+        column = self._topology.column
         if column is None:
             return None
         index = self._topology.index
@@ -95,9 +100,11 @@ class TcpLinks:
         return made
 
     def mesh(self) -> Any:  # `send` and `recv` of other ranks return TcpWork
+        """Messages between any two ranks."""
         return self._transport(range(len(self._ranks)), "mesh")
 
     def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> TcpLinks:
+        """For some of the ranks; `name` tells the subsets of a group apart."""
         chosen = [self._ranks[rank] for rank in ranks]
         return TcpLinks(self._engine, topology, self._timeout_s, chosen, f"{self._name}/{name}")
 

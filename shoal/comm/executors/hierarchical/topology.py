@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from shoal.errors import PeerLost
+
 
 def host_id(override: str | None = None) -> bytes:
     """Equal on ranks that share memory and loopback: one kernel, user and set of namespaces.
@@ -61,6 +63,13 @@ class Topology:
         return self.local.index(self.rank)
 
     @property
+    def column(self) -> list[int] | None:
+        """The ranks of this index on all hosts; if hosts differ in size, the first ones only."""
+        if self.index and not self.is_even:
+            return None
+        return [ranks[self.index] for ranks in self.hosts]
+
+    @property
     def local(self) -> tuple[int, ...]:
         return self.hosts[self.host]
 
@@ -90,3 +99,7 @@ class Topology:
         racks = [rack for rack, host in zip(self.racks, hosts, strict=False) if host]
         kept = tuple(tuple(host) for host in hosts if host)
         return Topology(kept, numbers[self.rank], tuple(racks))
+
+
+class RemotePeerLost(PeerLost):
+    """A PeerLost that names ranks of the whole group already."""
