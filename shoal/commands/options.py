@@ -14,7 +14,9 @@ import typer
 from shoal.errors import BadInput
 
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
-Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
+Workers = Annotated[
+    int, typer.Option("--workers", "-n", min=1, max=10_000_000, help="Number of workers.")
+]
 RunWorkers = Annotated[
     int | None, typer.Option("--workers", "-n", min=1, help="Number of workers.", show_default="1")
 ]
