@@ -19,7 +19,7 @@ from shoal.server.model.shard import PushBuffer
 from shoal.server.shared_memory import WorkerSegment
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
-_POLL_S = 0.1  # how often to look for workers that exited before they joined
+POLL_S = 0.1  # how often to look for workers that have exited
 
 
 class ModelFailure(Exception):
@@ -81,7 +81,7 @@ class Member:
 class Membership:
     """Joins, departures and barriers, under the model's lock.
 
-    `has_exited(worker)` tells whether a worker that has not joined never will.
+    `has_exited(worker)` tells whether a worker that is not connected never will be.
     `on_departure(worker)` is called under the lock when a worker has left or was lost.
     `on_loss(worker, reason)` is called under the lock when a worker that others wait for is
     gone; it leads to `record_loss`, at once or later.
@@ -331,4 +331,4 @@ class Membership:
 
     def _poll_s(self) -> float | None:
         """A worker that exits before it joins wakes no thread: look for it from time to time."""
-        return _POLL_S if self.has_exited is not None and self._absent() else None
+        return POLL_S if self.has_exited is not None and self._absent() else None
