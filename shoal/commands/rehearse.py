@@ -20,7 +20,7 @@ from shoal.cluster import Cluster
 from shoal.cluster.presets import THIS_MACHINE
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
-from shoal.commands.compare import (
+from shoal.commands.compared import (
     WAYS_TO_WAIT,
     result_table,
     speed_table,
