@@ -24,13 +24,13 @@ from torch import Tensor
 import shoal
 from benchmarks.harness import (
     Timing,
+    alternate,
     check_names,
     measure_in_workers,
     options_of_worker,
     say,
     write_result,
 )
-from shoal.calibration.kernels import alternate
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.comm.group import Group
 from shoal.commands.launching import config_for, run_quietly, strategy_for

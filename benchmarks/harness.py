@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
+from shoal.calibration.kernels import timed
 from shoal.commands.launching import run_quietly
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
@@ -33,6 +34,30 @@ def measure_in_workers(
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
         run([sys.executable, "-m", module, *words, "--result", str(result)], workers, config)
         return json.loads(result.read_text())
+
+
+def alternate(
+    ways: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    steps: int | Mapping[str, int],
+    before_round: Callable[[], None] = lambda: None,
+    after_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Time `steps` calls of each way in turn, `rounds` times; milliseconds per call, by way.
+
+    `steps` may differ between ways. The order is reversed every round, so that no way is always
+    first. A first round is not timed.
+    """
+    times_ms: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(rounds + 1):
+        names = list(ways) if round_ % 2 else list(ways)[::-1]
+        for name in names:
+            calls = steps if isinstance(steps, int) else steps[name]
+            before_round()
+            took_s = timed(ways[name], calls, after_round)
+            if round_:
+                times_ms[name].append(took_s * 1e3)
+    return times_ms
 
 
 def options_of_worker(**types: type) -> argparse.Namespace:

@@ -23,9 +23,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from benchmarks.harness import Timing, say
+from benchmarks.harness import Timing, alternate, say
 from benchmarks.host_schedules import GLOO, PLAIN, WITH_RACKS, host_schedule
-from shoal.calibration.kernels import alternate
 from shoal.cluster.toml_file import read_cluster
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.comm.executors.scheduled import Scheduled

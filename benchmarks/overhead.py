@@ -21,6 +21,7 @@ from torch import nn
 
 import shoal
 from benchmarks.harness import (
+    alternate,
     beside_peer,
     measure_in_workers,
     options_of_worker,
@@ -29,7 +30,6 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.step import Workload, digits, gpt, mlp
-from shoal.calibration.kernels import alternate
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
 

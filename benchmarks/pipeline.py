@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shoal
 from benchmarks.harness import (
+    alternate,
     beside_peer,
     measure_in_workers,
     options_of_worker,
@@ -30,7 +31,6 @@ from benchmarks.harness import (
     say,
     write_result,
 )
-from shoal.calibration.kernels import alternate
 from shoal.commands.launching import config_for
 from shoal.commands.output import plain_table
 from shoal.examples.gpt import VOCABULARY, Block

@@ -28,6 +28,7 @@ from torch import nn
 
 import shoal
 from benchmarks.harness import (
+    alternate,
     beside_peer,
     check_names,
     measure_in_workers,
@@ -36,7 +37,6 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.ps_peers import LR, RayPeer, RpcPeer, SocketPeer, serve_rpc, serve_sockets
-from shoal.calibration.kernels import alternate
 from shoal.cluster.units import parse_bytes
 from shoal.comm.objects import all_gather_bytes
 from shoal.commands.launching import config_for, strategy_for

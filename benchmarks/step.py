@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import shoal
 from benchmarks.harness import (
+    alternate,
     beside_peer,
     measure_in_workers,
     options_of_worker,
@@ -26,7 +27,6 @@ from benchmarks.harness import (
     say,
     write_result,
 )
-from shoal.calibration.kernels import alternate
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
 

@@ -10,9 +10,8 @@ from typing import Any
 from rich.table import Table
 
 import shoal
-from benchmarks.harness import beside_peer, measure_in_workers, peer_cells, say
+from benchmarks.harness import alternate, beside_peer, measure_in_workers, peer_cells, say
 from benchmarks.step import ROUNDS, SGD, WORKLOADS, main
-from shoal.calibration.kernels import alternate
 from shoal.comm.group import Group
 from shoal.comm.tracing import Traced
 from shoal.commands.launching import config_for, strategy_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 Synchronize = Callable[[], None]
 
 
-def _timed(call: Callable[[], Any], calls: int, after: Synchronize = lambda: None) -> float:
+def timed(call: Callable[[], Any], calls: int, after: Synchronize = lambda: None) -> float:
     """Seconds of one of so many calls."""
     start_s = time.perf_counter()
     for _ in range(calls):
@@ -43,12 +43,12 @@ def _timed(call: Callable[[], Any], calls: int, after: Synchronize = lambda: Non
 
 def sample(call: Callable[[], Any], seconds: float, synchronize: Synchronize) -> Sample:
     """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
-    _timed(call, 2, synchronize)  # to warm up
-    calls = max(1, int(_ROUND_S / max(_timed(call, 1, synchronize), 1e-9)))
+    timed(call, 2, synchronize)  # to warm up
+    calls = max(1, int(_ROUND_S / max(timed(call, 1, synchronize), 1e-9)))
     ends_s = time.perf_counter() + seconds
     rounds_s: list[float] = []
     while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:
-        rounds_s.append(_timed(call, calls, synchronize))
+        rounds_s.append(timed(call, calls, synchronize))
     return Sample.of(rounds_s)
 
 
@@ -60,32 +60,8 @@ def sample_rounds(
     rounds_s = []
     for _ in range(max(_FEWEST, rounds)):
         before_round()
-        rounds_s.append(_timed(call, calls))
+        rounds_s.append(timed(call, calls))
     return Sample.of(rounds_s)
-
-
-def alternate(
-    ways: Mapping[str, Callable[[], Any]],
-    rounds: int,
-    steps: int | Mapping[str, int],
-    before_round: Callable[[], None] = lambda: None,
-    after_round: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Time `steps` calls of each way in turn, `rounds` times; milliseconds per call, by way.
-
-    `steps` may differ between ways. The order is reversed every round, so that no way is always
-    first. A first round is not timed.
-    """
-    times_ms: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds + 1):
-        names = list(ways) if round_ % 2 else list(ways)[::-1]
-        for name in names:
-            calls = steps if isinstance(steps, int) else steps[name]
-            before_round()
-            took_s = _timed(ways[name], calls, after_round)
-            if round_:
-                times_ms[name].append(took_s * 1e3)
-    return times_ms
 
 
 ROWS = 1024

@@ -179,7 +179,7 @@ def _sweep_one(
     kind: str, name: str | None, ranks: str, size: str, most: int, svg: Path | None, as_json: bool
 ) -> None:
     """One algorithm: a row for each number of ranks."""
-    counts, num_bytes = options.parse_counts("--ranks", ranks), parse_bytes(size)
+    counts, num_bytes = sorted(options.parse_counts("--ranks", ranks)), parse_bytes(size)
     name = name or algorithms(kind)[0]
     prices = [price(_built(kind, name, count), num_bytes, Link()) for count in counts]
     measured = _measured(kind, name, num_bytes, [n for n in counts if 1 < n <= most])

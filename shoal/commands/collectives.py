@@ -152,7 +152,7 @@ def table(
     """A table of all algorithms, the fastest first."""
     if context.invoked_subcommand is not None:
         return
-    counts = [] if ranks is None else options.parse_counts("--ranks", ranks, MOST_RANKS)
+    counts = [] if ranks is None else sorted(options.parse_counts("--ranks", ranks, MOST_RANKS))
     if svg is not None and len(counts) < 2:
         raise BadInput("--svg draws times over several --ranks; `show` draws one algorithm")
     names = kinds() if kind == "all" else [kind_named(kind).name]

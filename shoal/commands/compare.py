@@ -93,10 +93,7 @@ def compare(
     slow: options.Slow = None,
     slow_link: SlowLink = None,
     kill: options.Kill = None,
-    until: Annotated[
-        str | None,
-        typer.Option(metavar="loss=NUMBER", help="Seconds and steps until the loss is so low."),
-    ] = None,
+    until: options.Until = None,
     seed: options.Seed = None,
     device: options.Device = None,
     apart: Annotated[

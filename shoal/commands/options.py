@@ -137,6 +137,13 @@ Elastic = Annotated[
         show_default=False,
     ),
 ]
+Until = Annotated[
+    str | None,
+    typer.Option(metavar="loss=NUMBER", help="Seconds and steps until the loss is so low."),
+]
+WorkerNumbers = Annotated[
+    str, typer.Option("--workers", "-n", metavar="INTEGERS", help="Such as 4; 1,2,4; 1,2,…,1024.")
+]
 ServerCheckpoint = Annotated[
     str | None,
     typer.Option(
@@ -203,7 +210,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def parse_counts(option: str, text: str, most: int = 4096) -> list[int]:
-    """Numbers in order, each once; `…` or `...` goes on as the two before it: 2,4,…,1024."""
+    """Each number once; `…` or `...` goes on as the two before it: 2,4,…,1024."""
     words = [word.strip() for word in text.replace("...", "…").split(",")]
     found: list[int] = []
     for number, word in enumerate(words):
@@ -219,10 +226,10 @@ def parse_counts(option: str, text: str, most: int = 4096) -> list[int]:
             found.append(int(word))
         else:
             raise BadInput(
-                f"{option} takes numbers from 1 to {most}, such as 2,4,8 or 2,4,…,64, "
+                f"{option} takes numbers from 1 to {most:,}, such as 2,4,8 or 2,4,…,64, "
                 f"not {text[:40]!r}"
             )
-    return sorted(set(found))
+    return list(dict.fromkeys(found))
 
 
 def with_fields(command: Callable[..., None]) -> Callable[..., None]:

@@ -36,18 +36,6 @@ _NO_TIME = Device("any", math.inf, 1e30, {"fp32": 1e30})  # for what is sent alo
 _ORDERS = {"shoal": SHOAL_ORDER, "megatron": MEGATRON_ORDER}
 
 
-def worker_numbers(text: str) -> list[int]:
-    """The numbers of a list such as 2,4,8."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and word.isascii() for word in words):
-        raise BadInput(f"-n takes a number of workers, or several such as 2,4,8, not {text!r}")
-    numbers = [int(word) if len(word) < 12 else _MOST_WORKERS + 1 for word in words]
-    for number in numbers:
-        if not 1 <= number <= _MOST_WORKERS:
-            raise BadInput(f"-n {text}: a number of workers is from 1 to {_MOST_WORKERS:,}")
-    return list(dict.fromkeys(numbers))
-
-
 def _spread(one: Prediction) -> str:
     """13.3 to 17.8 ms."""
     low, high = show_seconds(one.low_s), show_seconds(one.high_s)
@@ -70,20 +58,12 @@ def _cells(one: Prediction, first: Prediction) -> list[str]:
     ]
 
 
-WorkerNumbers = Annotated[
-    str,
-    typer.Option(
-        "--workers", "-n", metavar="INTEGERS", help="Number of workers, or several: 2,4,8."
-    ),
-]
-
-
 @options.with_fields
 def predict(
     asked: SubjectOptions,
     of_step: PredictedStepOptions,
     failing: FailureOptions,
-    numbers: WorkerNumbers = "1",
+    numbers: options.WorkerNumbers = "1",
     strategy: options.Strategy = None,
     order: Annotated[
         str, typer.Option(help="Of ranks: shoal, or megatron (replicas inside of stages).")
@@ -107,7 +87,7 @@ def predict(
     check_folder(trace, "a trace")
     if order not in _ORDERS:
         raise BadInput(f"--order is {' or '.join(_ORDERS)}, not {order!r}")
-    several = worker_numbers(numbers)
+    several = options.parse_counts("-n", numbers, _MOST_WORKERS)
     workers = max(several)
     values = [strategy_for(strategy, number) for number in several]
     subject = asked.subject(workers)

@@ -105,10 +105,7 @@ def rehearse(
     restart: options.Restart = None,
     restart_time: RestartTime = "10s",
     jitter: Jitter = None,
-    until: Annotated[
-        str | None,
-        typer.Option(metavar="loss=NUMBER", help="Seconds and steps until the loss is so low."),
-    ] = None,
+    until: options.Until = None,
     seed: options.Seed = None,
     trace: options.Trace = None,
     as_json: options.Json = False,

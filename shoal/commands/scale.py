@@ -95,10 +95,7 @@ def scale(
         list[str] | None,
         typer.Option("--strategy", "-s", help="Repeatable.", show_default="ddp"),
     ] = None,
-    numbers: Annotated[
-        str,
-        typer.Option("--workers", "-n", metavar="INTEGERS", help="Such as 1,2,4 or 1,2,…,1024."),
-    ] = "1,2,4",
+    numbers: options.WorkerNumbers = "1,2,4",
     steps: Annotated[int, typer.Option(min=10, help="Of each run.")] = SHORT_STEPS,
     processes: Annotated[
         int | None,
@@ -127,7 +124,7 @@ def scale(
     GPUs or cores of this machine are predicted, as by `shoal predict`, and marked.
     """
     command = command_for(script, args)
-    counts = options.parse_counts("-n", numbers, MOST_WORKERS)
+    counts = sorted(options.parse_counts("-n", numbers, MOST_WORKERS))
     check_folder(svg, "a drawing")
     asked = _asked(strategy or ["ddp"], counts)
     target = command[2:] if command[1] == "-m" else command[1:]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-import threading
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from functools import partial
 
 from shoal.protocol import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.runtime import clock
-from shoal.runtime.acceptor import Strangers, service_thread
+from shoal.runtime.acceptor import Greeter, Strangers
 from shoal.runtime.config import TlsConfig
 
 MAX_REASONS = 64
@@ -29,14 +29,11 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         self.listeners = _listen(addresses, tls)
         self.refused: Counter[str] = Counter()
         self.strangers = Strangers()
+        self._greeter = Greeter("shoal-serve", self.strangers, self._count)
         self.connections: set[Connection] = set()  # that have proven the secret
         self.lock = clock.Lock()
         self.closed = clock.Event()
         self._numbers = itertools.count()
-        self._threads: set[threading.Thread] = set()
-        self._accepting = [
-            service_thread("shoal-accept", self._accept, each) for each in self.listeners
-        ]
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -53,8 +50,8 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         self.connections.discard(connection)
 
     def start(self) -> None:
-        for thread in self._accepting:
-            thread.start()
+        for listener in self.listeners:
+            self._greeter.start(listener.accept, partial(self._serve, listener))
 
     def stop_listening(self) -> None:
         with self.lock:
@@ -65,34 +62,14 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
     def end_connections(self) -> None:
         """End all of them, and wait for their threads; nothing is accepted any more."""
         with self.lock:
-            threads = [*self._accepting, *self._threads]
             connections = list(self.connections)
         for connection in connections:
             connection.abort()
-        self.strangers.end_all()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(JOIN_S)
+        self._greeter.close(JOIN_S)
 
     # ------------------------------------------------------------------ threads
 
-    def _accept(self, listener: Listener) -> None:
-        while (sock := listener.accept(self.strangers.make_room)) is not None:
-            for _ in range(self.strangers.add(sock)):
-                self._count("too many unauthenticated connections")
-            arguments = (listener, sock, next(self._numbers))
-            thread = service_thread("shoal-serve", self._serve, *arguments)
-            with self.lock:
-                self._threads.add(thread)
-                if self.closed.is_set():
-                    self.strangers.end_all()
-            try:
-                thread.start()
-            except RuntimeError:  # as many threads as this process may have
-                self._count("no thread left")
-                self._forget(thread, sock, None)
-
-    def _serve(self, listener: Listener, sock: socket.socket, number: int) -> None:
+    def _serve(self, listener: Listener, sock: socket.socket) -> None:
         connection: Connection | None = None
         try:
             sock.settimeout(HANDSHAKE_S)
@@ -100,7 +77,7 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
             hello, header = authenticate_peer(connection, self.secret)
             if self.strangers.remove(sock):
                 sock.settimeout(None)
-                self.serve(connection, hello, header, number)
+                self.serve(connection, hello, header, next(self._numbers))
         except Refused as error:
             self._refuse(connection, error)
         except (OSError, TimeoutError):
@@ -108,7 +85,10 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         except Exception as error:  # of bytes from a stranger: counted, without a traceback each
             self._count(f"failed before HELLO: {error!r}")
         finally:
-            self._forget(threading.current_thread(), sock, connection)
+            if connection is not None:
+                with self.lock:
+                    self.forget(connection)
+                connection.close()
 
     def _refuse(self, connection: Connection | None, error: Refused) -> None:
         self._count(str(error))
@@ -121,18 +101,6 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         kind = re.sub(r"[0-9]+", "#", reason)[:80]
         is_known = kind in self.refused or len(self.refused) < MAX_REASONS
         self.refused[kind if is_known else "others"] += 1
-
-    def _forget(
-        self, thread: threading.Thread, sock: socket.socket, connection: Connection | None
-    ) -> None:
-        with self.lock:
-            if connection is not None:
-                self.forget(connection)
-            self._threads.discard(thread)
-        if connection is not None:
-            connection.close()
-        sock.close()
-        self.strangers.remove(sock)
 
 
 def _listen(addresses: list[str], tls: TlsConfig) -> list[Listener]:

@@ -212,6 +212,73 @@ class Strangers:
         end_socket(sock)
 
 
+Accept = Callable[[Callable[[], bool]], socket.socket | None]  # see `Acceptor.accept`
+Serve = Callable[[socket.socket], object]  # a socket for which it returns True stays open
+
+
+class Greeter:
+    """A thread for each connection that comes, which greets it and serves it to its end.
+
+    `note` is told why a connection was ended before it was served.
+    """
+
+    def __init__(
+        self, name: str, strangers: Strangers, note: Callable[[str], None] = lambda reason: None
+    ):
+        self.strangers = strangers
+        self._name = name
+        self._note = note
+        self._lock = clock.Lock()
+        self._accepting: list[threading.Thread] = []
+        self._threads: dict[socket.socket, threading.Thread] = {}
+
+    def start(self, accept: Accept, serve: Serve) -> None:
+        thread = service_thread(f"{self._name}-accept", self._accept_all, accept, serve)
+        self._accepting.append(thread)
+        thread.start()
+
+    def close(self, join_s: float | None = None) -> None:
+        """End all connections, and wait for their threads; `accept` returns None by now."""
+        self.strangers.end_all()  # the thread that accepts may wait for one of them
+        for thread in self._accepting:
+            thread.join(join_s)
+        with self._lock:
+            threads = dict(self._threads)
+        for sock in threads:
+            end_socket(sock)
+        for thread in threads.values():
+            if thread is not threading.current_thread():
+                thread.join(join_s)
+
+    def _accept_all(self, accept: Accept, serve: Serve) -> None:
+        while (sock := accept(self.strangers.make_room)) is not None:
+            for _ in range(self.strangers.add(sock)):
+                self._note("too many unauthenticated connections")
+            thread = service_thread(self._name, self._serve, serve, sock)
+            with self._lock:
+                self._threads[sock] = thread
+            try:
+                thread.start()
+            except RuntimeError:  # as many threads as this process may have: it tries again
+                self._note("no thread left")
+                self._end(sock, False)
+
+    def _serve(self, serve: Serve, sock: socket.socket) -> None:
+        is_kept = False
+        try:
+            is_kept = serve(sock) is True
+        finally:
+            self._end(sock, is_kept)
+
+    def _end(self, sock: socket.socket, is_kept: bool) -> None:
+        """Closed first: `make_room` waits for its descriptor."""
+        if not is_kept:
+            sock.close()
+            self.strangers.remove(sock)
+        with self._lock:
+            del self._threads[sock]
+
+
 def end_socket(sock: socket.socket) -> None:
     """End a connection; its thread closes it. SSLSocket.shutdown would make it a plain socket."""
     shutdown = socket.socket.shutdown if isinstance(sock, socket.socket) else type(sock).shutdown

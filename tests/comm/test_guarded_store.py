@@ -233,7 +233,7 @@ def test_a_port_that_is_taken_is_one_sentence(service: StoreService) -> None:
 
 def test_both_ends_of_a_connection_notice_a_host_that_is_silent(service: StoreService) -> None:
     store = store_of(service)
-    ends = [store._free[0]._sock, *service._connections]
+    ends = [store._free[0]._sock, *service._greeter._threads]
     assert len(ends) == 2
     for sock in ends:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000

@@ -94,6 +94,24 @@ def test_several_receives_from_any_source_under_way() -> None:
     assert on_hosts("aabb", work)[0] == wanted
 
 
+def test_receives_from_any_source_have_messages_of_a_rank_in_their_order() -> None:
+    """Also where the later one is waited for first, and messages are too long to be kept."""
+
+    def work(group: Group) -> list[float]:
+        if group.rank:
+            sent = [torch.full((50_000,), float(number)) for number in range(3)]
+            for message in [group.send(data, 0) for data in sent]:
+                message.wait()
+            return []
+        found = [torch.empty(50_000) for _ in range(3)]
+        messages = [group.recv(data, ANY_SOURCE) for data in found]
+        for message in reversed(messages):
+            message.wait()
+        return [float(data.mean()) for data in found]
+
+    assert on_hosts("ab", work)[0] == [0.0, 1.0, 2.0]
+
+
 def test_a_rank_that_does_not_come_is_lost_in_time() -> None:
     def work(group: Group) -> str:
         if group.rank == 2:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.commands.keys import HostNames
 from shoal.errors import BadInput
-from shoal.launch.hosts.certificates import HostNames
 from shoal.protocol.endpoint import connect
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.consistency import Rule
@@ -98,6 +98,6 @@ def test_certificates_of_one_authority_let_hosts_in_and_others_not(home: Path) -
 
 
 def test_without_openssl_one_sentence_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.launch.hosts.certificates.shutil.which", lambda _: None)
+    monkeypatch.setattr("shoal.commands.keys.shutil.which", lambda _: None)
     answer = shoal("keys", "tls", str(home / "tls"), "--host", "a")
     assert answer.exit_code == 2 and "openssl, which is not installed" in answer.stderr

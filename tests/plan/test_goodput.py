@@ -19,10 +19,9 @@ from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.candidates import layouts
 from shoal.plan.explain import why
-from shoal.plan.goodput import Failures, Goodput
+from shoal.plan.goodput import Failures, Goodput, Renewal, missing_nodes, waiting_share
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.renewal import Renewal, missing_nodes, waiting_share
 from shoal.plan.search import SearchOptions, search
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import as_strategy

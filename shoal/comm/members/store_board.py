@@ -9,45 +9,35 @@ A thread looks for `asked` twice a second; until then a step costs nothing.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
 from shoal.runtime.preemption import die
+from shoal.runtime.waits import Periodic
 
 _POLL_S = 0.5
 _PATIENCE_S = 10.0  # for other ranks to hear of a signal
 _MAX_DIGITS = 18
 
 
-class StoreBoard:
+class StoreBoard(Periodic):
     """`on_asked` is called when any rank got a signal. `store` must have no other users."""
 
     def __init__(self, store: Store, rank: int, size: int, on_asked: Callable[[], None]):
+        super().__init__("shoal-preempted", _POLL_S, self._watch)
         self._store = store
         self._rank = rank
         self._size = size
         self._on_asked = on_asked
         self._announced_s: float | None = None
         self._has_heard = self._all_heard = False
-        self._wake = threading.Event()
-        self._is_closed = self._is_lost = False
-        self._thread = threading.Thread(target=self._watch, name="shoal-preempted", daemon=True)
-
-    def __enter__(self) -> StoreBoard:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closed = True
-        self._wake.set()
-        self._thread.join()
+        self._is_lost = False
 
     def announce(self) -> bool:
         self._announced_s = self._announced_s or time.monotonic()
-        self._wake.set()
+        self.poke()
         return not self._is_lost
 
     def all_heard(self) -> bool:
@@ -71,15 +61,13 @@ class StoreBoard:
 
     def _watch(self) -> None:
         try:
-            while not self._is_closed and not self._all_heard:
-                self._look()
-                self._wake.wait(_POLL_S)
-                if not self._is_closed:
-                    self._wake.clear()
+            self._look()
         except RuntimeError:  # the store is gone, and its host with it
             self._is_lost = True
             if self._announced_s is not None:
                 die()
+        if self._all_heard or self._is_lost:
+            self._is_over = True
 
     def _look(self) -> None:
         if self._announced_s is not None and not self._has_heard:

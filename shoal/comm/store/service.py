@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 
 from shoal.comm.store.session import (
     AT_THE_END,
@@ -23,7 +22,7 @@ from shoal.comm.store.session import (
     StoreRequest,
 )
 from shoal.errors import BadInput
-from shoal.runtime.acceptor import Acceptor, Strangers, host_of, notice_silence, service_thread
+from shoal.runtime.acceptor import Acceptor, Greeter, Strangers, host_of, notice_silence
 from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.trust import is_loopback
 from shoal.runtime.wording import say
@@ -124,14 +123,12 @@ class StoreService:
         self._lock = threading.Lock()
         self._losing = threading.Lock()
         self._waiting: dict[socket.socket, tuple[StoreRequest, Future[StoreReply]]] = {}
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._strangers = Strangers(MAX_STRANGERS)
+        self._greeter = Greeter("shoal-store", Strangers(MAX_STRANGERS))
         assert secret
         self._acceptor = Acceptor(listener or _listen(host, port))
         self._acceptor.sock.setblocking(True)
         self.port = int(self._acceptor.sock.getsockname()[1])
-        self._accepting = service_thread("shoal-store", self._accept)
-        self._accepting.start()
+        self._greeter.start(self._acceptor.accept, self._serve)
 
     def post(self, request: StoreRequest) -> None:
         """A request of this process, from any thread, to which it needs no reply."""
@@ -142,30 +139,14 @@ class StoreService:
     def close(self) -> None:
         """Ranks that still wait find their connection closed."""
         self._acceptor.close()
-        self._accepting.join()
         with self._lock:
             self._is_closed = True
-            connections = dict(self._connections)
             for _, waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(ConnectionResetError("the service has ended"))
-        for sock, thread in connections.items():
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            thread.join()
+        self._greeter.close()
 
     # ------------------------------------------------------------------ connections
-
-    def _accept(self) -> None:
-        while (sock := self._acceptor.accept(self._strangers.make_room)) is not None:
-            self._strangers.add(sock)
-            thread = service_thread("shoal-store", self._serve, sock)
-            with self._lock:
-                self._connections[sock] = thread
-            try:
-                thread.start()
-            except RuntimeError:  # as many threads as this process may have: the rank tries again
-                self._end(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         names: list[str] = []  # of the process whose presence it shows
@@ -183,19 +164,10 @@ class StoreService:
             pass
         except Exception as error:  # of what this client has sent: others are served
             say(f"the rendezvous has closed a connection from {host_of(sock)}: {error!r}")
-        finally:
-            self._end(sock)
         with self._losing:
             for name in names:
                 if not self._is_closed:
                     self._on_gone(name)
-
-    def _end(self, sock: socket.socket) -> None:
-        """Closed first: `make_room` waits for its descriptor."""
-        sock.close()
-        self._strangers.remove(sock)
-        with self._lock:
-            del self._connections[sock]
 
     def _greeted(self, sock: socket.socket) -> FrameSession:
         """Within HANDSHAKE_S, and in no more bytes than a hello has."""
@@ -206,7 +178,7 @@ class StoreService:
         except Stranger:
             self._say_refused(host_of(sock))
             raise
-        if not self._strangers.remove(sock):
+        if not self._greeter.strangers.remove(sock):
             raise Stranger("it was to end for another")
         sock.settimeout(None)
         sock.sendall(greeting.welcome)

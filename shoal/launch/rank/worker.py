@@ -295,10 +295,8 @@ class Worker:
 
         from shoal.comm.members.store_board import StoreBoard
 
-        with (
-            StoreBoard(store, group.rank, group.size, preemption.ask) as board,
-            preemption.agreeing(board),
-        ):
+        board = StoreBoard(store, group.rank, group.size, preemption.ask)
+        with board, preemption.agreeing(board):
             yield
 
     def _make_tracer(self, group: Group) -> Tracer:

@@ -31,7 +31,7 @@ from shoal.launch.rank.rendezvous import open_rendezvous, require_agent_store
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import key_of_host, require_protected, require_trusted_network
-from shoal.runtime.waits import waiting
+from shoal.runtime.waits import Periodic, waiting
 from shoal.strategy.strategy import Strategy
 from shoal.transport.shm.segment import is_built
 
@@ -268,19 +268,18 @@ class WorkerGroup:
             yield has_joined.set
             return
 
-        def watch() -> None:
-            while not has_joined.wait(_POLL_S):
-                exited = [rank for rank in range(self.size) if run_dir.has_exited(rank)]
-                if exited and not has_joined.wait(_POLL_S):  # or it had joined and finished
-                    self._fail(PeerLost(self.rank, exited[0], "the rendezvous of all workers"))
+        def look() -> None:
+            exited = [rank for rank in range(self.size) if run_dir.has_exited(rank)]
+            if exited and not has_joined.wait(_POLL_S):  # or it had joined and finished
+                self._fail(PeerLost(self.rank, exited[0], "the rendezvous of all workers"))
 
-        watcher = threading.Thread(target=watch, name="shoal-rendezvous", daemon=True)
-        watcher.start()
+        watcher = Periodic("shoal-rendezvous", _POLL_S, look)
 
         def stop() -> None:
             has_joined.set()
-            watcher.join()
+            watcher.close()
 
+        watcher.start()
         try:
             yield stop
         finally:

@@ -170,6 +170,19 @@ static PyObject *py_lose(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Whether a receive from any source would have its message now, or fail at once. */
+static PyObject *py_has_any(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    Op asked = {.peer = -1};
+    unsigned long long tag;
+    if (!PyArg_ParseTuple(args, "OIK", &capsule, &asked.space, &tag)) return NULL;
+    Engine *e = engine_of(capsule);
+    if (!e) return NULL;
+    asked.tag = tag;
+    return PyBool_FromLong(has_any(e, &asked));
+}
+
 static PyObject *py_stop(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -187,7 +200,7 @@ static PyMethodDef methods[] = {
     {"post", py_post, METH_VARARGS, NULL},     {"state", py_state, METH_VARARGS, NULL},
     {"wait", py_wait, METH_VARARGS, NULL},     {"forget", py_forget, METH_VARARGS, NULL},
     {"abort", py_abort, METH_VARARGS, NULL},   {"stop", py_stop, METH_VARARGS, NULL},
-    {"lose", py_lose, METH_VARARGS, NULL},
+    {"lose", py_lose, METH_VARARGS, NULL},     {"has_any", py_has_any, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_tcp", NULL, -1, methods,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.errors import BadInput, PeerLost, ShoalError
-from shoal.runtime.acceptor import Acceptor, Strangers, notice_silence
+from shoal.runtime.acceptor import Acceptor, Greeter, Strangers, notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.waits import Backoff
@@ -157,10 +157,8 @@ class _Listener:
         host, port = self._acceptor.sock.getsockname()[:2]
         flaw = tls.own_flaw(spec.tls, host)
         self.announcement = Announcement(host, port, spec.tls.is_mutual, flaw)
-        self._strangers = Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S)
-        self._handshakes: list[threading.Thread] = []
-        self._thread = threading.Thread(target=self._accept_all, name="shoal tcp listener")
-        self._thread.start()
+        self._greeter = Greeter("shoal-tcp", Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S))
+        self._greeter.start(self._accept, self._greet)
 
     def await_streams(self, deadline_s: float) -> None:
         """PeerLost where a rank has not connected in time."""
@@ -175,42 +173,26 @@ class _Listener:
 
     def close(self) -> None:
         self._acceptor.close()
-        self._strangers.end_all()  # the thread may wait for one of them
-        self._thread.join()
-        self._strangers.end_all()
-        for thread in self._handshakes:
-            thread.join()
+        self._greeter.close()
 
-    def _accept_all(self) -> None:
-        while (sock := self._acceptor.accept(self._strangers.make_room)) is not None:
+    def _accept(self, make_room: Callable[[], bool]) -> socket.socket | None:
+        while (sock := self._acceptor.accept(make_room)) is not None:
             try:
                 sock.settimeout(HANDSHAKE_S)
-                stranger = tls.accepted(sock, self._tls)
+                return tls.accepted(sock, self._tls)
             except OSError:  # it has ended
                 sock.close()
-                continue
-            self._strangers.add(stranger)
-            self._start_greeting(stranger)
+        return None
 
-    def _start_greeting(self, stranger: socket.socket) -> None:
-        thread = threading.Thread(target=self._greet, args=(stranger,), name="shoal tcp handshake")
-        try:
-            thread.start()
-        except RuntimeError:  # as many threads as this process may have: the rank tries again
-            self._end(stranger)
-            return
-        self._handshakes = [t for t in self._handshakes if t.is_alive()] + [thread]
-
-    def _greet(self, sock: socket.socket) -> None:
-        is_kept = False
+    def _greet(self, sock: socket.socket) -> bool:
+        """Whether it is one of the streams that are expected, and stays open."""
         with suppress(OSError, Stranger):
             tls.shake_hands(sock)
             files = self._spec.tls
             shown = tls.own_certificate(files) if files.is_mutual else b""
             name = accept(sock, self._spec.key, shown)
-            is_kept = self._strangers.remove(sock) and self._add(name, sock)
-        if not is_kept:
-            self._end(sock)
+            return self._greeter.strangers.remove(sock) and self._add(name, sock)
+        return False
 
     def _add(self, name: StreamName, sock: socket.socket) -> bool:
         """False for a stream that is not expected. A second one stands for one that broke off."""
@@ -223,11 +205,6 @@ class _Listener:
             self.streams[key] = sock
             self.changed.notify_all()
         return True
-
-    def _end(self, sock: socket.socket) -> None:
-        """Closed first: `make_room` waits for its descriptor."""
-        sock.close()
-        self._strangers.remove(sock)
 
 
 def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.socket]]:

@@ -232,6 +232,19 @@ static void start_receive(Engine *e, Op *op) {
     give_up(e, op, LOST, e->peers[first].why);
 }
 
+/* Whether this receive from any source would end at once: with a message, or as there is no peer. */
+int has_any(Engine *e, const Op *op) {
+    int left = 0, found = 0;
+    enter(e);
+    for (int peer = 0; peer < e->size && !found; peer++) {
+        found = unmatched(&e->peers[peer], op) != NULL;
+        left += e->peers[peer].streams && !e->peers[peer].is_lost && !is_aborted(e, peer, op->space);
+    }
+    found |= !left || e->closing || is_aborted(e, e->rank, op->space);
+    leave(e);
+    return found;
+}
+
 void post(Engine *e, Op *op) {
     enter(e);
     op->state = -1;

@@ -146,6 +146,7 @@ void wake(Engine *e);
 void finish(Engine *e, Op *op, int outcome);
 Engine *create(int rank, int size);
 int add_peer(Engine *e, int peer, const int *fds, int count);
+int has_any(Engine *e, const Op *op);
 void post(Engine *e, Op *op);
 int state_of(Engine *e, const Op *op);
 int wait_for(Engine *e, Op *op, u64 ns);

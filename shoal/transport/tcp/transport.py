@@ -138,6 +138,9 @@ class TcpEngine:
         """This rank leaves a group: operations of it fail here, and with this rank elsewhere."""
         _tcp.abort(self._handle, space)
 
+    def has_any(self, space: int, tag: int) -> bool:
+        return _tcp.has_any(self._handle, space, tag)
+
     def lose(self, peer: int) -> None:
         """Operations with this rank fail: its host is silent, and no connection shows it yet."""
         if self._is_open:
@@ -193,6 +196,10 @@ class TcpTransport:
             return PendingWork(lambda: self._take_own(into, tag))
         whom = "any source" if src == ANY_SOURCE else src
         return self._post(0, into, src, tag, _COPY, f"recv from {whom}, tag {tag}")
+
+    def has_any(self, tag: int) -> bool:
+        """Whether a receive from any source would have its message now, or fail at once."""
+        return self.engine.has_any(self.space, folded(tag))
 
     def can_reduce(self, dtype: torch.dtype, op: str) -> bool:
         return dtype in _NUMBER_TYPES and op in OPS

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.topology import RemotePeerLost, Topology
@@ -99,7 +98,7 @@ class TcpLinks:
         made.labels = column
         return made
 
-    def mesh(self) -> Any:  # `send` and `recv` of other ranks return TcpWork
+    def mesh(self) -> TcpTransport:
         """Messages between any two ranks."""
         return self._transport(range(len(self._ranks)), "mesh")
 
