@@ -14,7 +14,9 @@
 
 #include "../transport/arithmetic.h"
 
-#define BLOCK (128 << 10)
+#define BLOCK (128 << 10) /* bytes of a rank that are read at a time, */
+#define SCRATCH (512 << 10) /* and of all ranks: they stay in the second cache of a core */
+#define LEAST_BLOCK (16 << 10)
 #define MOST_THREADS 64
 
 typedef struct {
@@ -38,31 +40,31 @@ static int read_from(u64 pid, u8 *into, u64 address, u64 bytes) {
     return 0;
 }
 
+/* The gradients of others go into `scratch` one behind the other, then all are added up in one pass. */
 static void add_block(Part *part, u8 *scratch, u64 run, u64 start, u64 stop) {
     u64 each = ELEMENT_BYTES[part->dtype], n = stop - start;
     u64 offset = (start - part->runs[2 * run]) * each;
-    u8 *out = part->out + (start - part->from) * each;
+    const u8 *in[MAX_INPUTS];
     for (u64 rank = 0; rank < part->ranks; rank++) {
         u64 address = part->addresses[rank * part->count + run] + offset;
-        const u8 *in = (const u8 *)(uintptr_t)address;
-        if (rank != part->me) {
-            part->error = read_from(part->pids[rank], rank ? scratch : out, address, n * each);
-            if (part->error) {
-                part->lost = rank + 1;
-                return;
-            }
-            in = rank ? scratch : out;
+        in[rank] = rank == part->me ? (const u8 *)(uintptr_t)address : scratch;
+        if (rank == part->me) continue;
+        part->error = read_from(part->pids[rank], scratch, address, n * each);
+        if (part->error) {
+            part->lost = rank + 1;
+            return;
         }
-        const u8 *both[2] = {out, in};
-        if (rank) combine_all(part->dtype, SUM, out, NULL, both, 2, n);
-        else if (in != out) memcpy(out, in, n * each);
+        scratch += (n * each + LINE - 1) / LINE * LINE;
     }
+    combine_all(part->dtype, SUM, part->out + (start - part->from) * each, NULL, in, (int)part->ranks, n);
 }
 
 static void *add_part(void *argument) {
     Part *part = argument;
-    u8 *scratch = aligned_alloc(LINE, BLOCK);
-    u64 step = BLOCK / ELEMENT_BYTES[part->dtype];
+    u64 block = SCRATCH / part->ranks / LINE * LINE, most = BLOCK, least = LEAST_BLOCK;
+    block = block > most ? most : block < least ? least : block;
+    u64 step = block / ELEMENT_BYTES[part->dtype];
+    u8 *scratch = aligned_alloc(LINE, block * part->ranks);
     if (!scratch) part->error = ENOMEM;
     for (u64 run = 0; run < part->count && !part->error; run++) {
         u64 start = part->runs[2 * run], stop = part->runs[2 * run + 1];
@@ -113,7 +115,7 @@ typedef struct {
     const u8 *in[MAX_INPUTS];
     double weights[MAX_INPUTS];
     u64 count;
-    int dtype;
+    int dtype, passes_caches;
     u8 *out;
 } Terms;
 
@@ -133,6 +135,18 @@ typedef struct {
 #define HAS_FUSED 0
 #endif
 
+/* A long result does not stay in a cache: written past it, its old numbers are not read before. */
+#define LONG_BYTES (4 << 20)
+#if defined(__x86_64__)
+#define PUT(out, s)                                                                      \
+    if (!terms->passes_caches) memcpy(out, s, sizeof s);                                 \
+    else for (u64 k = 0; k < sizeof s / 32; k++) _mm256_stream_si256((__m256i *)(out) + k, ((const __m256i_u *)s)[k])
+#define ORDER_PUTS _mm_sfence()
+#else
+#define PUT(out, s) memcpy(out, s, sizeof s)
+#define ORDER_PUTS
+#endif
+
 /* in[0] * weights[0], then the others are added, each by one rounding as torch's add(alpha=…) does */
 #define MIX(T, FMA)                                                                      \
     FUSED static void mix_##T(const Terms *terms, u64 i, u64 last) {                     \
@@ -146,7 +160,7 @@ typedef struct {
                 by = (T)terms->weights[j];                                               \
                 for (int k = 0; k < STEP; k++) s[k] = FMA(in[j][i + k], by, s[k]);       \
             }                                                                            \
-            memcpy(out + i, s, sizeof s);                                                \
+            PUT(out + i, s);                                                             \
         }                                                                                \
         for (; i < last; i++) {                                                          \
             T s = in[0][i] * (T)terms->weights[0];                                       \
@@ -161,6 +175,7 @@ static void *mix_share(void *argument) {
     const Share *share = argument;
     if (share->terms->dtype == F32) mix_float(share->terms, share->first, share->last);
     else mix_double(share->terms, share->first, share->last);
+    ORDER_PUTS;
     return NULL;
 }
 
@@ -195,6 +210,7 @@ static PyObject *py_mix(PyObject *self, PyObject *args) {
         if (!PyArg_ParseTuple(PyList_GET_ITEM(list, (Py_ssize_t)j), "Kd", &address, &terms.weights[j])) return NULL;
         terms.in[j] = (const u8 *)(uintptr_t)address;
     }
+    terms.passes_caches = elements * ELEMENT_BYTES[terms.dtype] >= LONG_BYTES && (uintptr_t)terms.out % 32 == 0;
     Py_BEGIN_ALLOW_THREADS
     mix_all(&terms, elements, threads);
     Py_END_ALLOW_THREADS

@@ -156,6 +156,7 @@ class SharedWeights(Sync):
         """The gradients of this slice, over all ranks; then a script's own values count."""
         grads = self.flat.grads
         self._peers.tell([each for bucket in grads.buckets for each in grads.tensors[bucket.start]])
+        self._was_written = self._pages.are_written()  # while others still compute
         self.group.barrier().wait()
         self._peers.learn()
         self._add_up(slice(0, self.flat.header_size), self._head)
@@ -168,7 +169,6 @@ class SharedWeights(Sync):
             start = self._slice.start
             grad = self._sum[where.start - start : where.stop - start]
             parameter.grad = grad if has_gradient[index] > 0 else None
-        self._was_written = self._pages.are_written()
         if self._was_written:
             self._weights[self._slice].copy_(self.flat.data[self._slice])
         self.traffic.steps += 1
