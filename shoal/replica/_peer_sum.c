@@ -8,8 +8,11 @@
 #include <Python.h>
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "../transport/arithmetic.h"
@@ -107,6 +110,54 @@ static PyObject *py_add(PyObject *self, PyObject *args) {
     for (u64 t = 0; t < threads; t++)
         if (parts[t].error) return Py_BuildValue("iK", parts[t].error, parts[t].lost);
     return Py_BuildValue("iK", 0, 0ull);
+}
+
+/* ---------------------------------------------------------------- who has come how far */
+
+static inline void relax(void) {
+#if defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#elif defined(__x86_64__)
+    __asm__ __volatile__("pause");
+#endif
+}
+
+static _Atomic u64 *word(PyObject *address) { return (_Atomic u64 *)(uintptr_t)PyLong_AsUnsignedLongLong(address); }
+
+/* put(address, number): others see what was written before, once they see it */
+static PyObject *py_put(PyObject *self, PyObject *args) {
+    unsigned long long address, number;
+    if (!PyArg_ParseTuple(args, "KK", &address, &number)) return NULL;
+    atomic_store((_Atomic u64 *)(uintptr_t)address, number);
+    Py_RETURN_NONE;
+}
+
+/* next(address) -> the number there, which is one more for who comes next */
+static PyObject *py_next(PyObject *self, PyObject *address) {
+    _Atomic u64 *at = word(address);
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(atomic_fetch_add(at, 1));
+}
+
+/* reached(address, ranks, number, ns) -> whether all have put that number, each in a line of its own, in this time */
+static PyObject *py_reached(PyObject *self, PyObject *args) {
+    unsigned long long address, ranks, number, ns;
+    if (!PyArg_ParseTuple(args, "KKKK", &address, &ranks, &number, &ns)) return NULL;
+    u64 rank = 0;
+    Py_BEGIN_ALLOW_THREADS
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    for (u64 end = (u64)t.tv_sec * 1000000000 + (u64)t.tv_nsec + ns; rank < ranks;) {
+        if (atomic_load((_Atomic u64 *)(uintptr_t)(address + rank * LINE)) >= number) {
+            rank++;
+            continue;
+        }
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        if ((u64)t.tv_sec * 1000000000 + (u64)t.tv_nsec >= end) break;
+        sched_yield();
+        for (int i = 0; i < 50; i++) relax(); /* the other thread of this core may compute */
+    }
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(rank == ranks);
 }
 
 /* ---------------------------------------------------------------- weighted sums */
@@ -227,7 +278,8 @@ static PyObject *py_let_read(PyObject *self, PyObject *argument) {
 
 static PyMethodDef methods[] = {
     {"add", py_add, METH_VARARGS, NULL}, {"mix", py_mix, METH_VARARGS, NULL},
-    {"let_read", py_let_read, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+    {"let_read", py_let_read, METH_O, NULL}, {"put", py_put, METH_VARARGS, NULL},
+    {"next", py_next, METH_O, NULL}, {"reached", py_reached, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_peer_sum", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__peer_sum(void) { return PyModule_Create(&module); }
