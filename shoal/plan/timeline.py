@@ -273,11 +273,6 @@ def _bars(timeline: Timeline, spans: tuple[ActionSpan, ...]) -> list[gantts.Gant
 
 def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
     """The whole picture as text."""
-    if proof.actions > gantts.MOST_BARS:
-        raise BadInput(
-            f"{timeline.pipeline} has {proof.actions} actions, too many to draw: "
-            "ask for fewer stages or micro-batches"
-        )
     costs = f"time {timeline.makespan:.6g}, bubble {timeline.bubble:.1%} of the longest stage, "
     costs += f"idle {timeline.idle:.1%} of all"
     kinds = {span.action.kind for spans in timeline.spans for span in spans}

@@ -20,7 +20,7 @@ from shoal.errors import BadInput
 from shoal.runtime import svg
 
 IDLE = "·"
-MOST_BARS = 20_000  # of a picture
+_MOST_BARS = 20_000  # of a picture
 FORWARD = ("forward", "bright_blue", "#0072b2")  # words, style in a terminal, hue of a picture
 BACKWARD = ("backward", "green", "#009e73")
 WEIGHT = ("backward for the weights", "yellow", "#e69f00")
@@ -144,8 +144,8 @@ class Picture:
 
     def svg(self) -> str:
         """The whole picture as text."""
-        if sum(len(lane.bars) for lane in self.lanes) > MOST_BARS:
-            raise BadInput(f"a picture of more than {MOST_BARS:,} bars is unreadable: ask for less")
+        if sum(len(lane.bars) for lane in self.lanes) > _MOST_BARS:
+            raise BadInput(f"{self.title} has more than {_MOST_BARS:,} bars, too many to draw")
         bottom = _TOP + len(self.lanes) * (_BAND + _HILL + _GAP)
         body = [
             svg.text(_MARGIN, 36, self.title, "title"),

@@ -79,34 +79,26 @@ class TorchWork:
 
     _work: Any
     _rank: int
-    _peer: int | None  # None: all ranks; -1: any source
+    _peer: int | None  # None: all ranks
     _doing: str
     _finish: Callable[[], None] | None = None
     _timeout_s: float | None = None
     times: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        self._named = None if self._peer == -1 else self._peer
         self._is_done = self._work is None
 
-    @property
-    def source(self) -> int:
-        return int(self._work._source_rank()) if self._named is None else self._named
-
-    def poll(self) -> bool:
-        return bool(self._is_done or self._work.is_completed())
-
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         if not self._is_done:
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            limit_s = self._timeout_s
             whom = "the other ranks" if self._peer is None else f"rank {self._peer}"
             try:
                 with waiting(f"rank {self._rank}", whom, self._doing):
                     self._work.wait(*(() if limit_s is None else (timedelta(seconds=limit_s),)))
             except RuntimeError as error:
                 if self._peer is not None and "Timed out waiting" in str(error):
-                    raise PeerLost(self._rank, self._named, self._doing, limit_s) from error
-                raise as_shoal_error(error, self._rank, self._doing, self._named) from error
+                    raise PeerLost(self._rank, self._peer, self._doing, limit_s) from error
+                raise as_shoal_error(error, self._rank, self._doing, self._peer) from error
         self._is_done = True
         finish, self._finish = self._finish, None
         if finish is not None:
