@@ -18,7 +18,7 @@ except ImportError:
 Exchange = Callable[[bytes], list[bytes]]
 _CODES = {torch.float32: 7, torch.float64: 8}  # of transport/arithmetic.h
 _ELEMENTS_OF_A_THREAD = 1 << 17
-_BLOCK_ELEMENTS = 1 << 19
+_BLOCKS_OF_A_RANK = 8
 _LINE = 8  # numbers of 64 bits
 
 
@@ -37,11 +37,13 @@ class PeerSum:
         self._starts = [0, *itertools.accumulate(map(len, buckets))]
         self._flags, self._told = table.data_ptr(), 0
         self._own, self._next = (self._flags + 8 * _LINE * each for each in (rank, size))
+        elements = sum(run.stop - run.start for run in runs)
+        each = max(_ELEMENTS_OF_A_THREAD, elements // (_BLOCKS_OF_A_RANK * size))
         self._blocks = [
-            (bucket, slice(start, min(start + _BLOCK_ELEMENTS, run.stop)))
+            (bucket, slice(start, min(start + each, run.stop)))
             for bucket, of_bucket in enumerate(buckets)
             for run in of_bucket
-            for start in range(run.start, run.stop, _BLOCK_ELEMENTS)
+            for start in range(run.start, run.stop, each)
         ]
         self.add = self._peers.add
 
