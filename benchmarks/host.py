@@ -2,7 +2,8 @@
 
 Every way is a run of its own; runs take turns, `rounds` times. A round's figure is the median over
 its steps, and the ratio is to the process alone in the same round. Beside it stands that of as many
-processes that compute their samples and exchange and update nothing: what no strategy gets below.
+processes that compute their samples and exchange and update nothing, the slowest of each step: what
+no strategy gets below whose workers wait for each other.
 """
 
 from __future__ import annotations
@@ -95,12 +96,12 @@ def measure_peer(
         if peer != ALONE:
             updates.step()
 
-    if size > 1:
-        dist.barrier()
-    times = timed(step, steps)
-    if size > 1:
-        dist.barrier()  # none has ended, and left its cores to others
-    return times
+    if size == 1:
+        return timed(step, steps)
+    dist.barrier()
+    slowest = torch.tensor(timed(step, steps))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # whom others wait for in that step
+    return slowest.tolist()
 
 
 def run_peers(peer: str, words: list[str], workers: int, config: RunConfig) -> None:

@@ -6,7 +6,6 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +18,8 @@ except ImportError:
 Exchange = Callable[[bytes], list[bytes]]
 _CODES = {torch.float32: 7, torch.float64: 8}  # of transport/arithmetic.h
 _ELEMENTS_OF_A_THREAD = 1 << 17
-_BLOCK_ELEMENTS = 1 << 19
+_BLOCKS_OF_A_RANK = 8
 _LINE = 8  # numbers of 64 bits
-
-
-class Block(NamedTuple):
-    """A part of a bucket that one worker adds up at a time."""
-
-    bucket: int
-    where: slice
 
 
 class PeerSum:
@@ -45,11 +37,13 @@ class PeerSum:
         self._starts = [0, *itertools.accumulate(map(len, buckets))]
         self._flags, self._told = table.data_ptr(), 0
         self._own, self._next = (self._flags + 8 * _LINE * each for each in (rank, size))
+        elements = sum(run.stop - run.start for run in runs)
+        each = max(_ELEMENTS_OF_A_THREAD, elements // (_BLOCKS_OF_A_RANK * size))
         self._blocks = [
-            Block(bucket, slice(start, min(start + _BLOCK_ELEMENTS, run.stop)))
+            (bucket, slice(start, min(start + each, run.stop)))
             for bucket, of_bucket in enumerate(buckets)
             for run in of_bucket
-            for start in range(run.start, run.stop, _BLOCK_ELEMENTS)
+            for start in range(run.start, run.stop, each)
         ]
         self.add = self._peers.add
 
@@ -69,8 +63,8 @@ class PeerSum:
         """Whether all ranks have told it, or do soon."""
         return _native.reached(self._flags, len(self._peers.pids), bucket + 1, patience_ns)
 
-    def blocks(self) -> Iterator[Block]:
-        """Those that no other rank takes."""
+    def blocks(self) -> Iterator[tuple[int, slice]]:
+        """Parts of buckets that no other rank takes."""
         while (number := _native.next(self._next)) < len(self._blocks):
             yield self._blocks[number]
 

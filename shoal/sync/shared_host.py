@@ -208,5 +208,6 @@ def shared_memory(
         parameters=length * sizes.width + sizes.untrained,
         gradients=sizes.bucketed_gradients(buckets, LARGE_BYTES),
         optimizer=round(sum(sizes.state[name] * share for name, share in shares.items())),
-        copies=(length + layout.header_size) * sizes.width,
+        copies=layout.header_size * sizes.width,
+        shared=length * sizes.width,
     )

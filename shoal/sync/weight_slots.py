@@ -24,8 +24,6 @@ from shoal.sync.shared_host import pays, whole_pages
 from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer
 
-_BLOCK = 1 << 18  # elements: a sum stays in a cache until it is complete
-
 
 class WeightSlots:
     """Two buffers of each rank: `flat` uses one of its own, and changes them in each step."""
@@ -34,9 +32,6 @@ class WeightSlots:
         """`slots` of this rank and of those that it hears."""
         self._flat = flat
         self._slots = slots
-        self._blocks = {
-            peer: [torch.split(slot, _BLOCK) for slot in of_peer] for peer, of_peer in slots.items()
-        }
         own = slots[rank]
         own[0].copy_(flat.data)
         self._rank = rank
@@ -79,22 +74,17 @@ class WeightSlots:
     def mix(self, shares: dict[int, float], turn: int) -> None:
         """All who are heard have updated. Terms go in the order of ranks, as those of messages."""
         now, other = turn % 2, 1 - turn % 2
-        whole = [(self._slots[peer][now], share) for peer, share in shares.items()]
-        if not mix(self._slots[self._rank][other], whole):
-            self._mix_blocks(shares, now, other)
+        terms = [(self._slots[peer][now], share) for peer, share in shares.items()]
+        total = self._slots[self._rank][other]
+        if not mix(total, terms):
+            (first, share), *rest = terms
+            torch.mul(first, share, out=total)
+            for slot, share in rest:
+                total.add_(slot, alpha=share)
         self._use(other)
 
-    def _mix_blocks(self, shares: dict[int, float], now: int, other: int) -> None:
-        (first, share), *rest = shares.items()
-        terms = [(self._blocks[peer][now], weight) for peer, weight in rest]
-        for number, total in enumerate(self._blocks[self._rank][other]):
-            torch.mul(self._blocks[first][now][number], share, out=total)
-            for blocks, weight in terms:
-                total.add_(blocks[number], alpha=weight)
-
     def of_neighbours(self) -> list[Tensor]:
-        others = (pair for peer, pair in self._blocks.items() if peer != self._rank)
-        return [block for pair in others for blocks in pair for block in blocks]
+        return [s for peer, slots in self._slots.items() if peer != self._rank for s in slots]
 
     def _use(self, slot: int) -> None:
         self._flat.data, views = self._weights[slot]
