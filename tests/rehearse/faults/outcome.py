@@ -16,18 +16,19 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shoal.cluster import Noise
+from shoal.cluster import Cluster, Noise
 from shoal.cluster.presets import load_cluster
 from shoal.errors import ShoalError
-from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.simulator.step_tasks import StepWork, Unevenness
 from shoal.rehearse import world
 from shoal.rehearse.losses import Loss, Losses
+from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, Train, rehearse
 from shoal.runtime import clock
 from shoal.strategy.strategy import as_strategy
 from shoal.train.checkpoints import files
 from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime
-from tests.rehearse.faults.scenario import Jitter, Kind, Restarts, Scenario, Slow
+from tests.rehearse.faults.scenario import Apart, Jitter, Kind, Long, Restarts, Scenario, Slow
 from tests.rehearse.faults.training import (
     Record,
     counts_from_log,
@@ -37,8 +38,9 @@ from tests.rehearse.faults.training import (
     updates_of,
     whole_log,
 )
-from tests.rehearse.worlds import CLUSTER, TIMES
+from tests.rehearse.worlds import CLUSTER, TIMES, WORK
 
+WORK_S = WORK.forward_s, WORK.backward_s, WORK.weight_s
 SINGLE = Kind("single", "equal", (1,))
 
 
@@ -69,6 +71,11 @@ class FaultyRehearsal(world._Rehearsal):
         self.disturbance = Disturbance(scenario, self.time)
         self.network.faults = self.disturbance
         self.errors: list[Exception] = []  # of workers
+
+    def _lose(self, loss: Loss) -> None:
+        if (process := self.processes.running.get(f"{loss.role} {loss.number}")) is not None:
+            self.disturbance.silence(process)
+        super()._lose(loss)
 
     def _work(self, rank: int, incarnation: int) -> None:
         try:
@@ -128,13 +135,26 @@ def _spec_of(scenario: Scenario) -> RehearsalSpec:
     return RehearsalSpec(
         as_strategy(scenario.kind.strategy),
         scenario.workers,
-        load_cluster(CLUSTER),
-        TIMES,
+        _cluster_of(scenario),
+        _times_of(scenario),
         Unevenness(noise[0] if noise else Noise(), scenario.seed, workers),
         seed=scenario.seed % 7,  # few references
         slow_servers={n: slow.get(f"server {n}", 1.0) for n in range(6)},
         losses=_losses_of(scenario),
     )
+
+
+def _cluster_of(scenario: Scenario) -> Cluster:
+    cluster = load_cluster(CLUSTER)
+    if not scenario.of(Apart):
+        return cluster
+    return replace(cluster, node=replace(cluster.node, devices=1))
+
+
+def _times_of(scenario: Scenario) -> WorkerTimes:
+    factor = next((fault.factor for fault in scenario.faults if isinstance(fault, Long)), 1.0)
+    work = StepWork(*((factor * each[0],) * len(each) for each in WORK_S))
+    return WorkerTimes(TIMES.rows, work, TIMES.update_s, TIMES.apply_s)
 
 
 def _losses_of(scenario: Scenario) -> Losses:

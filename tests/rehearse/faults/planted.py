@@ -16,7 +16,6 @@ from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import ImpossiblePush, Ledger, PushVerdict
 from shoal.server.member.core import ChainCore
 from shoal.server.member.runtime import ChainRuntime
-from shoal.server.model.membership import Membership
 from shoal.server.model.shard import PushBuffer
 from shoal.server.model.state import ModelState
 from shoal.train.step.cut_batch import BatchCutter
@@ -56,7 +55,7 @@ def _gradients_without_weights(stack: ExitStack) -> None:
 
 def _stale_epochs_are_taken(stack: ExitStack) -> None:
     """Copies of a server serve messages and requests of an earlier epoch."""
-    receive, expects = ChainNode.receive, ChainCore._expects
+    receive, expects, check = ChainNode.receive, ChainCore._expects, ChainRuntime.check_epoch
 
     def now(node: ChainNode, message: Any) -> Any:
         return msgspec.structs.replace(message, epoch=max(message.epoch, node.epoch))
@@ -67,10 +66,13 @@ def _stale_epochs_are_taken(stack: ExitStack) -> None:
     def expected(self: ChainCore, sender: int, message: Any) -> bool:
         return expects(self, sender, now(self.node, message))
 
+    def checked(self: ChainRuntime, epoch: int) -> None:
+        check(self, max(epoch, self.node.epoch) if epoch else 0)
+
     for owner, name, by in (
         (ChainNode, "receive", received),
         (ChainCore, "_expects", expected),
-        (ChainRuntime, "check_epoch", lambda self, epoch: None),
+        (ChainRuntime, "check_epoch", checked),
     ):
         stack.enter_context(mock.patch.object(owner, name, by))
 
@@ -88,22 +90,11 @@ def _a_copy_comes_back_as_itself(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(ChainManager, "_is_alive", is_alive))
 
 
-def _an_earlier_process_is_lost_again(stack: ExitStack) -> None:
-    """The end of a connection of a worker counts for the process that has taken its place."""
-    lose = Membership.lose
-
-    def lost(self: Membership, worker: int, incarnation: int | None = None) -> None:
-        lose(self, worker)
-
-    stack.enter_context(mock.patch.object(Membership, "lose", lost))
-
-
 MISTAKES: dict[str, Callable[[ExitStack], None]] = {
     "lost-acknowledgement": _push_counts_again,
     "unweighted-gradient": _gradients_without_weights,
     "stale-epoch": _stale_epochs_are_taken,
     "stale-incarnation": _a_copy_comes_back_as_itself,
-    "stale-worker": _an_earlier_process_is_lost_again,
 }
 
 
