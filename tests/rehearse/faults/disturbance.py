@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -12,13 +13,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from safetensors import SafetensorError
+from safetensors.torch import save
+from torch import Tensor
+
+from shoal.rehearse import world
 from shoal.rehearse.network import VirtualMessage
 from shoal.rehearse.sockets import VirtualProcess, VirtualSocket
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.acceptor import SILENT_PEER_S
+from shoal.server.process import shard_file
+from shoal.server.process.server import Server
 from shoal.train.checkpoints import tensor_file
-from tests.rehearse.faults.scenario import AnyOrder, Breaks, Cut, Delays, Scenario, Silent, Stop
+from tests.rehearse.faults.scenario import (
+    AnyOrder,
+    Breaks,
+    Cut,
+    Delays,
+    Scenario,
+    ServerDisk,
+    Silent,
+    Stop,
+)
 
 LIMIT_S = 2000.0  # of virtual time: longer than all faults and limits of a run together
 MAX_TURNS = 50_000  # of threads at one moment: what takes more goes round in circles
@@ -196,4 +213,31 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         return _FullFile(open(file, mode, **options), room)
 
     with mock.patch.object(tensor_file, "open", limited, create=True):
+        yield
+
+
+@contextmanager
+def saving_servers(disk: ServerDisk | None, folder: Path) -> Iterator[None]:
+    """While the block runs, servers save there, and some files find the disk full."""
+    if disk is None:
+        yield
+        return
+    numbers = itertools.count()
+
+    def server(address: str, *args: Any, **options: Any) -> Server:
+        made = Server(address, *args, **options)
+        made.host.saver = shard_file.ShardSaver(folder, address)
+        return made
+
+    def save_file(tensors: dict[str, Tensor], file: Path) -> None:
+        data = save(tensors)
+        if next(numbers) in disk.full and len(data) > disk.num_bytes:
+            file.write_bytes(data[: disk.num_bytes])
+            raise SafetensorError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
+        file.write_bytes(data)
+
+    with (
+        mock.patch.object(world, "Server", server),
+        mock.patch.object(shard_file, "save_file", save_file),
+    ):
         yield

@@ -25,10 +25,22 @@ from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, Train, rehearse
 from shoal.runtime import clock
+from shoal.runtime.checkpoint_folders import WORKER_FILE, complete_versions
+from shoal.runtime.config import ServerCheckpointConfig
+from shoal.server.process import shard_file
 from shoal.strategy.strategy import as_strategy
-from shoal.train.checkpoints import files
-from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime
-from tests.rehearse.faults.scenario import Apart, Jitter, Kind, Long, Restarts, Scenario, Slow
+from shoal.train.checkpoints import files, servers
+from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime, saving_servers
+from tests.rehearse.faults.scenario import (
+    Apart,
+    Jitter,
+    Kind,
+    Long,
+    Restarts,
+    Scenario,
+    ServerDisk,
+    Slow,
+)
 from tests.rehearse.faults.training import (
     Record,
     counts_from_log,
@@ -72,6 +84,10 @@ class FaultyRehearsal(world._Rehearsal):
         self.network.faults = self.disturbance
         self.errors: list[Exception] = []  # of workers
 
+    def saves_servers(self, folder: Path, every: int) -> None:
+        saves = ServerCheckpointConfig(folder, every)
+        self._config = replace(self._config, server_checkpoint=saves)
+
     def _lose(self, loss: Loss) -> None:
         if (process := self.processes.running.get(f"{loss.role} {loss.number}")) is not None:
             self.disturbance.silence(process)
@@ -105,8 +121,12 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
     record = Record()
     spec = _spec_of(scenario)
     rehearsal = FaultyRehearsal(partial(train, scenario, record, folder), spec, scenario)
+    disk = next((fault for fault in scenario.faults if isinstance(fault, ServerDisk)), None)
+    shards = folder.parent / "servers"
+    if disk is not None:
+        rehearsal.saves_servers(shards, disk.every)
     ending, said = "", ""
-    with recording(record):
+    with recording(record), saving_servers(disk, shards):
         try:
             rehearsal.run()
         except ShoalError as error:
@@ -125,6 +145,7 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
     else:
         ending = check(scenario, record)
     check_saved(scenario, record, folder, is_over=ending != "sentence")
+    check_shards(shards)
     return Outcome(scenario.seed, ending, said, time.now_s, rehearsal.disturbance.broken)
 
 
@@ -264,6 +285,15 @@ def check_saved(scenario: Scenario, record: Record, folder: Path, is_over: bool)
         steps = files.read(folder).document["steps"]
         if steps != record.saved_steps[-1]:
             raise Wrong(f"the checkpoint is of step {steps}, not {record.saved_steps[-1]}")
+
+
+def check_shards(folder: Path) -> None:
+    """Each file that servers have written is whole, and those of a complete version fit."""
+    for file in folder.glob("step-*/*.safetensors"):
+        if file.name != WORKER_FILE:
+            shard_file.read_shard(file)
+    for version in complete_versions(folder) if folder.exists() else []:
+        servers._assemble(version)
 
 
 # ---------------------------------------------------------------------- references

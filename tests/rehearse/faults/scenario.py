@@ -28,6 +28,12 @@ class Kind(NamedTuple):
     loses: tuple[str, ...] = ()  # whose loss a run survives: "worker", "server"
     copies: int = 1  # of each server
 
+    @property
+    def saves_servers(self) -> bool:
+        """Whether server processes can write checkpoints by themselves."""
+        has_none = any(option in self.strategy for option in ("update", "placement"))
+        return self.has_servers and not self.is_split and not has_none
+
 
 SERVED = (1, 2, 3, 4, 5)
 WORKERS, SERVERS, BOTH = ("worker",), ("server",), ("worker", "server")
@@ -167,6 +173,15 @@ class FullDisk:
 
 
 @dataclass(frozen=True)
+class ServerDisk:
+    """Servers save every so many steps; these files find room for so many bytes alone."""
+
+    every: int
+    full: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Kill:
     """A process is killed."""
 
@@ -202,7 +217,8 @@ class Restarts:
 
 
 Timed = Stop | Cut | Kill
-Untimed = Slow | Jitter | AnyOrder | Long | Apart | Delays | Breaks | FullDisk | Silent | Restarts
+Disks = FullDisk | ServerDisk
+Untimed = Slow | Jitter | AnyOrder | Long | Apart | Delays | Breaks | Disks | Silent | Restarts
 Fault = Timed | Untimed
 
 
@@ -355,6 +371,9 @@ def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
         faults = [_later(fault, long.factor) for fault in faults] + [long]
     if scenario.kind.copies > 1 and scenario.workers > 1 and drawn.random() < 0.5:
         faults.append(Apart())
+    if scenario.kind.saves_servers and drawn.random() < 0.25:
+        full = tuple(sorted(drawn.sample(range(12), drawn.choice((0, 1, 3, 6)))))
+        faults.append(ServerDisk(drawn.choice((1, 2)), full, drawn.randrange(2000)))
     return tuple(faults)
 
 
