@@ -38,7 +38,7 @@ from tests.rehearse.faults.scenario import (
 )
 
 LIMIT_S = 2000.0  # of virtual time: longer than all faults and limits of a run together
-MAX_TURNS = 50_000  # of threads at one moment: what takes more goes round in circles
+MAX_TURNS = 50_000  # of threads at one moment: what takes more makes no progress
 
 
 class DisturbedTime(VirtualTime):

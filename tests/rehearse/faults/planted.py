@@ -7,15 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import msgspec
-
 from shoal.server import messages
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import ChainManager
-from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import ImpossiblePush, Ledger, PushVerdict
-from shoal.server.member.core import ChainCore
-from shoal.server.member.runtime import ChainRuntime
 from shoal.server.model.shard import PushBuffer
 from shoal.server.model.state import ModelState
 from shoal.train.step.cut_batch import BatchCutter
@@ -53,30 +48,6 @@ def _gradients_without_weights(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(BatchCutter, "_weights", weights))
 
 
-def _stale_epochs_are_taken(stack: ExitStack) -> None:
-    """Copies of a server serve messages and requests of an earlier epoch."""
-    receive, expects, check = ChainNode.receive, ChainCore._expects, ChainRuntime.check_epoch
-
-    def now(node: ChainNode, message: Any) -> Any:
-        return msgspec.structs.replace(message, epoch=max(message.epoch, node.epoch))
-
-    def received(self: ChainNode, sender: int, message: Any) -> Any:
-        return receive(self, sender, now(self, message))
-
-    def expected(self: ChainCore, sender: int, message: Any) -> bool:
-        return expects(self, sender, now(self.node, message))
-
-    def checked(self: ChainRuntime, epoch: int) -> None:
-        check(self, max(epoch, self.node.epoch) if epoch else 0)
-
-    for owner, name, by in (
-        (ChainNode, "receive", received),
-        (ChainCore, "_expects", expected),
-        (ChainRuntime, "check_epoch", checked),
-    ):
-        stack.enter_context(mock.patch.object(owner, name, by))
-
-
 def _a_copy_comes_back_as_itself(stack: ExitStack) -> None:
     """A copy of a server that was started again is taken for the one before, which had a state."""
 
@@ -93,7 +64,6 @@ def _a_copy_comes_back_as_itself(stack: ExitStack) -> None:
 MISTAKES: dict[str, Callable[[ExitStack], None]] = {
     "lost-acknowledgement": _push_counts_again,
     "unweighted-gradient": _gradients_without_weights,
-    "stale-epoch": _stale_epochs_are_taken,
     "stale-incarnation": _a_copy_comes_back_as_itself,
 }
 
