@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
@@ -29,12 +28,7 @@ class _Entered:
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
