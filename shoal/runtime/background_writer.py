@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from shoal.runtime import clock
+
 
 class BackgroundWriter:
     """Runs one action at a time in a thread. A process that ends does not wait for it."""
@@ -20,7 +22,7 @@ class BackgroundWriter:
     def start(self, action: Callable[[], None]) -> None:
         """Only while it is not busy."""
         name = "shoal-checkpoint"
-        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
+        self._thread = clock.Thread(target=self._run, args=(action,), name=name, daemon=True)
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> None:

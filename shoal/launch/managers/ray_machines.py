@@ -24,8 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal.errors import BadInput
 from shoal.launch.here.process_config import Replication
@@ -78,18 +77,13 @@ class RayMachines:
         self._block.enter_context(ending_by_exception())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         try:
             for group in (self._workers, *self._servers):
                 if group is not None:
                     group.release()
         finally:
-            self._block.__exit__(kind, error, trace)
+            self._block.__exit__(*raised)
 
     def hosts(self, workers: int) -> Sequence[Machine]:
         """Where Ray has placed the workers; after the loss of a node, where they are since then."""

@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import struct
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.runtime import clock
 from shoal.runtime.background_writer import BackgroundWriter
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
@@ -172,7 +172,7 @@ class ShardSaver(PartWriter):
 
     def __init__(self, folder: Path, server: str):
         super().__init__(server, folder)
-        self._lock = threading.Lock()
+        self._lock = clock.Lock()
 
     def save(
         self, model_id: int, model: ServedModel, number: int, stays: Callable[[], bool]

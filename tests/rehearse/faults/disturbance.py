@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -12,15 +13,32 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from safetensors import SafetensorError
+from safetensors.torch import save
+from torch import Tensor
+
+from shoal.rehearse import world
 from shoal.rehearse.network import VirtualMessage
-from shoal.rehearse.sockets import VirtualSocket
+from shoal.rehearse.sockets import VirtualProcess, VirtualSocket
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.acceptor import SILENT_PEER_S
+from shoal.server.process import shard_file
+from shoal.server.process.server import Server
 from shoal.train.checkpoints import tensor_file
-from tests.rehearse.faults.scenario import AnyOrder, Breaks, Cut, Delays, Scenario, Stop
+from tests.rehearse.faults.scenario import (
+    AnyOrder,
+    Breaks,
+    Cut,
+    Delays,
+    Scenario,
+    ServerDisk,
+    Silent,
+    Stop,
+)
 
 LIMIT_S = 2000.0  # of virtual time: longer than all faults and limits of a run together
+MAX_TURNS = 50_000  # of threads at one moment: what takes more makes no progress
 
 
 class DisturbedTime(VirtualTime):
@@ -30,10 +48,14 @@ class DisturbedTime(VirtualTime):
         super().__init__()
         self.stopped: dict[str, float] = {}  # until when, by the name of a process
         self.order: random.Random | None = None
-        self.is_too_long = False
+        self._turns = (0.0, 0)  # the present moment, and how many there were
         self.at(LIMIT_S, self._give_up)
 
     def _next(self) -> Fiber:
+        moment_s, turns = self._turns
+        self._turns = self.now_s, turns + 1 if moment_s == self.now_s else 0
+        if turns == MAX_TURNS:
+            self._give_up()
         while True:
             if self.order is not None and len(self._ready) > 1:
                 self._ready.rotate(-self.order.randrange(len(self._ready)))
@@ -44,7 +66,6 @@ class DisturbedTime(VirtualTime):
             self.at(until_s, partial(self.wake, fiber))
 
     def _give_up(self) -> None:
-        self.is_too_long = True
         self._hang()
 
 
@@ -56,6 +77,7 @@ class Disturbance:
         self._time = time
         self._cuts = [fault for fault in scenario.faults if isinstance(fault, Cut)]
         self._delays = [fault for fault in scenario.faults if isinstance(fault, Delays)]
+        self._silent = [fault for fault in scenario.faults if isinstance(fault, Silent)]
         self._breaks = next((f for f in scenario.faults if isinstance(f, Breaks)), None)
         self._left = 0 if self._breaks is None else self._breaks.connections
         self._connections: list[tuple[VirtualSocket, VirtualSocket]] = []
@@ -100,6 +122,15 @@ class Disturbance:
         for end in (here, there):
             late_s = self._random.choice((0.0, self._random.random() * self._breaks.late_s))
             self._time.at(self._time.now_s + late_s, end.reset)
+
+    def silence(self, process: VirtualProcess) -> None:
+        """It is about to be killed: what it sends is lost, the end of its connections, too."""
+        for silent in self._silent:
+            for here, there in self._connections:
+                if process in (here.place, there.place) and here.place is not there.place:
+                    here.carries = there.carries = lambda size: 0
+                    other = there if here.place is process else here
+                    self._time.at(self._time.now_s + silent.for_s, other.reset)
 
     def _healed_s(self, src: int, dst: int, moment_s: float) -> float:
         for cut in self._cuts:
@@ -182,4 +213,31 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         return _FullFile(open(file, mode, **options), room)
 
     with mock.patch.object(tensor_file, "open", limited, create=True):
+        yield
+
+
+@contextmanager
+def saving_servers(disk: ServerDisk | None, folder: Path) -> Iterator[None]:
+    """While the block runs, servers save there, and some files find the disk full."""
+    if disk is None:
+        yield
+        return
+    numbers = itertools.count()
+
+    def server(address: str, *args: Any, **options: Any) -> Server:
+        made = Server(address, *args, **options)
+        made.host.saver = shard_file.ShardSaver(folder, address)
+        return made
+
+    def save_file(tensors: dict[str, Tensor], file: Path) -> None:
+        data = save(tensors)
+        if next(numbers) in disk.full and len(data) > disk.num_bytes:
+            file.write_bytes(data[: disk.num_bytes])
+            raise SafetensorError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
+        file.write_bytes(data)
+
+    with (
+        mock.patch.object(world, "Server", server),
+        mock.patch.object(shard_file, "save_file", save_file),
+    ):
         yield

@@ -16,18 +16,31 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shoal.cluster import Noise
+from shoal.cluster import Cluster, Noise
 from shoal.cluster.presets import load_cluster
 from shoal.errors import ShoalError
-from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.simulator.step_tasks import StepWork, Unevenness
 from shoal.rehearse import world
 from shoal.rehearse.losses import Loss, Losses
+from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, Train, rehearse
 from shoal.runtime import clock
+from shoal.runtime.checkpoint_folders import WORKER_FILE, complete_versions
+from shoal.runtime.config import ServerCheckpointConfig
+from shoal.server.process import shard_file
 from shoal.strategy.strategy import as_strategy
-from shoal.train.checkpoints import files
-from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime
-from tests.rehearse.faults.scenario import Jitter, Kind, Restarts, Scenario, Slow
+from shoal.train.checkpoints import files, servers
+from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime, saving_servers
+from tests.rehearse.faults.scenario import (
+    Apart,
+    Jitter,
+    Kind,
+    Long,
+    Restarts,
+    Scenario,
+    ServerDisk,
+    Slow,
+)
 from tests.rehearse.faults.training import (
     Record,
     counts_from_log,
@@ -37,8 +50,9 @@ from tests.rehearse.faults.training import (
     updates_of,
     whole_log,
 )
-from tests.rehearse.worlds import CLUSTER, TIMES
+from tests.rehearse.worlds import CLUSTER, TIMES, WORK
 
+WORK_S = WORK.forward_s, WORK.backward_s, WORK.weight_s
 SINGLE = Kind("single", "equal", (1,))
 
 
@@ -70,6 +84,15 @@ class FaultyRehearsal(world._Rehearsal):
         self.network.faults = self.disturbance
         self.errors: list[Exception] = []  # of workers
 
+    def saves_servers(self, folder: Path, every: int) -> None:
+        saves = ServerCheckpointConfig(folder, every)
+        self._config = replace(self._config, server_checkpoint=saves)
+
+    def _lose(self, loss: Loss) -> None:
+        if (process := self.processes.running.get(f"{loss.role} {loss.number}")) is not None:
+            self.disturbance.silence(process)
+        super()._lose(loss)
+
     def _work(self, rank: int, incarnation: int) -> None:
         try:
             super()._work(rank, incarnation)
@@ -98,8 +121,12 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
     record = Record()
     spec = _spec_of(scenario)
     rehearsal = FaultyRehearsal(partial(train, scenario, record, folder), spec, scenario)
+    disk = next((fault for fault in scenario.faults if isinstance(fault, ServerDisk)), None)
+    shards = folder.parent / "servers"
+    if disk is not None:
+        rehearsal.saves_servers(shards, disk.every)
     ending, said = "", ""
-    with recording(record):
+    with recording(record), saving_servers(disk, shards):
         try:
             rehearsal.run()
         except ShoalError as error:
@@ -118,6 +145,7 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
     else:
         ending = check(scenario, record)
     check_saved(scenario, record, folder, is_over=ending != "sentence")
+    check_shards(shards)
     return Outcome(scenario.seed, ending, said, time.now_s, rehearsal.disturbance.broken)
 
 
@@ -128,13 +156,26 @@ def _spec_of(scenario: Scenario) -> RehearsalSpec:
     return RehearsalSpec(
         as_strategy(scenario.kind.strategy),
         scenario.workers,
-        load_cluster(CLUSTER),
-        TIMES,
+        _cluster_of(scenario),
+        _times_of(scenario),
         Unevenness(noise[0] if noise else Noise(), scenario.seed, workers),
         seed=scenario.seed % 7,  # few references
         slow_servers={n: slow.get(f"server {n}", 1.0) for n in range(6)},
         losses=_losses_of(scenario),
     )
+
+
+def _cluster_of(scenario: Scenario) -> Cluster:
+    cluster = load_cluster(CLUSTER)
+    if not scenario.of(Apart):
+        return cluster
+    return replace(cluster, node=replace(cluster.node, devices=1))
+
+
+def _times_of(scenario: Scenario) -> WorkerTimes:
+    factor = next((fault.factor for fault in scenario.faults if isinstance(fault, Long)), 1.0)
+    work = StepWork(*((factor * each[0],) * len(each) for each in WORK_S))
+    return WorkerTimes(TIMES.rows, work, TIMES.update_s, TIMES.apply_s)
 
 
 def _losses_of(scenario: Scenario) -> Losses:
@@ -244,6 +285,15 @@ def check_saved(scenario: Scenario, record: Record, folder: Path, is_over: bool)
         steps = files.read(folder).document["steps"]
         if steps != record.saved_steps[-1]:
             raise Wrong(f"the checkpoint is of step {steps}, not {record.saved_steps[-1]}")
+
+
+def check_shards(folder: Path) -> None:
+    """Each file that servers have written is whole, and those of a complete version fit."""
+    for file in folder.glob("step-*/*.safetensors"):
+        if file.name != WORKER_FILE:
+            shard_file.read_shard(file)
+    for version in complete_versions(folder) if folder.exists() else []:
+        servers._assemble(version)
 
 
 # ---------------------------------------------------------------------- references

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 Rule = Literal["equal", "mean", "log", "finite"]
@@ -27,6 +27,12 @@ class Kind(NamedTuple):
     is_linear: bool = False  # equal for plain SGD only
     loses: tuple[str, ...] = ()  # whose loss a run survives: "worker", "server"
     copies: int = 1  # of each server
+
+    @property
+    def saves_servers(self) -> bool:
+        """Whether server processes can write checkpoints by themselves."""
+        has_none = any(option in self.strategy for option in ("update", "placement"))
+        return self.has_servers and not self.is_split and not has_none
 
 
 SERVED = (1, 2, 3, 4, 5)
@@ -167,11 +173,39 @@ class FullDisk:
 
 
 @dataclass(frozen=True)
+class ServerDisk:
+    """Servers save every so many steps; these files find room for so many bytes alone."""
+
+    every: int
+    full: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Kill:
     """A process is killed."""
 
     name: str
     at_s: float
+
+
+@dataclass(frozen=True)
+class Silent:
+    """What is killed loses its host: its peers learn so long afterwards that it is gone."""
+
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Long:
+    """Steps take so many times longer: as long as leases and other limits."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Each worker has a host of its own, and servers are on different ones."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +216,10 @@ class Restarts:
     after_s: float
 
 
-Fault = Slow | Jitter | AnyOrder | Stop | Delays | Cut | Breaks | FullDisk | Kill | Restarts
+Timed = Stop | Cut | Kill
+Disks = FullDisk | ServerDisk
+Untimed = Slow | Jitter | AnyOrder | Long | Apart | Delays | Breaks | Disks | Silent | Restarts
+Fault = Timed | Untimed
 
 
 @dataclass(frozen=True)
@@ -232,6 +269,8 @@ class Scenario:
         """Whether one copy of the leader was there from the start to the end."""
         disturbed = [f.name for f in self.faults if isinstance(f, (Stop, Kill))]
         disturbed += ["server" for fault in self.faults if isinstance(fault, Cut)]
+        if self.of(Apart) and any(f.most_s > 0.1 for f in self.faults if isinstance(f, Delays)):
+            return self.kind.copies == 1  # leases of any of them may end
         servers = sum(name.startswith("server") for name in disturbed)
         return self.kind.copies == 1 or servers < self.kind.copies
 
@@ -325,4 +364,20 @@ def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
             faults.append(Restarts(drawn.choice((1, 3)), drawn.choice((0.001, 0.02, 5.0))))
     if scenario.saves and drawn.random() < 0.6:
         faults.append(FullDisk(drawn.randrange(scenario.epochs), drawn.randrange(0, 2000)))
+    if any(isinstance(fault, Kill) for fault in faults) and drawn.random() < 0.5:
+        faults.append(Silent(drawn.choice((0.01, 0.05, 0.5, 30.0))))
+    if scenario.kind.has_servers and drawn.random() < 0.25:
+        long = Long(drawn.choice((30.0, 100.0)))
+        faults = [_later(fault, long.factor) for fault in faults] + [long]
+    if scenario.kind.copies > 1 and scenario.workers > 1 and drawn.random() < 0.5:
+        faults.append(Apart())
+    if scenario.kind.saves_servers and drawn.random() < 0.25:
+        full = tuple(sorted(drawn.sample(range(12), drawn.choice((0, 1, 3, 6)))))
+        faults.append(ServerDisk(drawn.choice((1, 2)), full, drawn.randrange(2000)))
     return tuple(faults)
+
+
+def _later(fault: Fault, factor: float) -> Fault:
+    if not isinstance(fault, Timed):
+        return fault
+    return replace(fault, at_s=round(fault.at_s * factor, 4))
