@@ -1,7 +1,9 @@
 """What a rehearsal costs: its processor time over that of its gradients, alternately in one run.
 
 Gradients alone are forwards and backwards of as many samples as the virtual workers have, of one
-model in a plain loop, without an update or a message. The first steps are not counted.
+model in a plain loop, without an update or a message. What the strategy computes with vectors, its
+sums, updates and mixed weights, is timed by itself too: `added` is the ratio of all to both, what
+the rehearsal adds. The first steps are not counted.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from shoal.examples import clicks, digits
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness
 from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, rehearse
+from shoal.replica.peer_sum import mix
 from shoal.runtime.tables import plain_table
+from shoal.schedules.mixing import mixing_for
 from shoal.strategy.strategy import as_strategy
+from shoal.strategy.sync_terms import Gossip
 
 STRATEGIES = ("ddp", "ps", 'gossip(graph="ring")', 'ps(mode="async")')
 WARM_UP = 3  # steps
@@ -92,11 +97,17 @@ def run(
 
 def _measure(name: str, strategy: str, workers: int, steps: int, rounds: int) -> dict[str, Any]:
     case, data = CASES[name], CASES[name].data()
-    ratios, whole, alone = [], [], []
+    ratios, added, whole, alone, vectors = [], [], [], [], []
     for _ in range(rounds):
         alone.append(gradients_alone(case, data, workers, steps))
+        vectors.append(arithmetic_alone(case, strategy, workers, steps))
         whole.append(rehearsed(case, data, strategy, workers, steps))
         ratios.append(whole[-1] / alone[-1])
+        added.append(whole[-1] / (alone[-1] + vectors[-1]))
+    computed, all_s = (
+        statistics.median(alone) + statistics.median(vectors),
+        statistics.median(whole),
+    )
     return {
         "case": name,
         "strategy": strategy,
@@ -104,9 +115,12 @@ def _measure(name: str, strategy: str, workers: int, steps: int, rounds: int) ->
         "batch_size": case.batch_size,
         "steps": steps,
         "gradients_cpu_ms": 1e3 * statistics.median(alone) / steps,
-        "rehearsal_cpu_ms": 1e3 * statistics.median(whole) / steps,
+        "arithmetic_cpu_ms": 1e3 * statistics.median(vectors) / steps,
+        "rehearsal_cpu_ms": 1e3 * all_s / steps,
+        "rest_cpu_ms": 1e3 * (all_s - computed) / steps,
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "added": statistics.median(added),
     }
 
 
@@ -131,6 +145,35 @@ def gradients_alone(case: Case, data: Dataset[Any], workers: int, steps: int) ->
     return time.process_time() - began_s
 
 
+def arithmetic_alone(case: Case, strategy: str, workers: int, steps: int) -> float:
+    """CPU seconds of sums of gradients, updates and mixed weights."""
+    models = [case.model() for _ in range(workers)]
+    flat = [[p.detach() for p in model.parameters() if p.requires_grad] for model in models]
+    grads = [[torch.randn_like(tensor) for tensor in tensors] for tensors in flat]
+    term = as_strategy(strategy).sync_for(workers)
+    each = isinstance(term, Gossip) or getattr(term, "mode", "sync") == "async"
+    optimizers = [case.optimizer(model.parameters()) for model in models[: workers if each else 1]]
+    mixed = [[torch.empty_like(tensor) for tensor in tensors] for tensors in flat]
+    mixing = mixing_for(term.graph, workers) if isinstance(term, Gossip) else None
+    began_s = 0.0
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
+            began_s = time.process_time()
+        for others in () if each else grads[1:]:
+            for total, other in zip(grads[0], others, strict=True):
+                total.add_(other)
+        for optimizer, model, own in zip(optimizers, models, grads, strict=False):
+            for p, grad in zip(model.parameters(), own, strict=True):
+                p.grad = grad
+            optimizer.step()
+        for rank, targets in enumerate(() if mixing is None else mixed):
+            assert mixing is not None
+            heard = mixing.heard_by(rank, number).items()
+            for place, target in enumerate(targets):
+                mix(target.view(-1), [(flat[peer][place].view(-1), share) for peer, share in heard])
+    return time.process_time() - began_s
+
+
 def rehearsed(case: Case, data: Dataset[Any], strategy: str, workers: int, steps: int) -> float:
     """CPU seconds from the end of the warm-up to that of the last step of rank 0."""
     moments: dict[int, float] = {}
@@ -152,7 +195,8 @@ def rehearsed(case: Case, data: Dataset[Any], strategy: str, workers: int, steps
 
 
 def table_of(results: list[dict[str, Any]]) -> Table:
-    heads = ["case", "strategy", "workers", "batch", "gradients", "rehearsal", "ratio"]
+    heads = ["case", "strategy", "workers", "batch", "gradients", "arithmetic", "rehearsal"]
+    heads += ["rest", "ratio", "added"]
     rows = [
         [
             found["case"],
@@ -160,8 +204,11 @@ def table_of(results: list[dict[str, Any]]) -> Table:
             str(found["workers"]),
             str(found["batch_size"]),
             f"{found['gradients_cpu_ms']:.1f}",
+            f"{found['arithmetic_cpu_ms']:.1f}",
             f"{found['rehearsal_cpu_ms']:.1f}",
+            f"{found['rest_cpu_ms']:.1f}",
             f"{found['ratio']:.2f}",
+            f"{found['added']:.2f}",
         ]
         for found in results
     ]

@@ -205,7 +205,7 @@ class VirtualRanks:
         """The bytes are on their way; they arrive in the order in which they were sent."""
         if key[1] in self._groups[key[0]].gone:
             return
-        flight = _Flight(data.detach().clone())
+        flight = _Flight(_copied(data.detach()))
         self._boxes[key].append(flight)
         ends = (self.devices[src], self.devices[dst])
 
@@ -233,12 +233,19 @@ class VirtualRanks:
                     f"(message {key[1:]})"
                 )
             else:
+                if into.stride() == (0,):  # one number, as in `_copied`
+                    into, data = into[:1], data[:1]
                 into.detach().copy_(data.view(into.shape))
             receiver.work.end(error)
         group = self._groups[key[0]]
         while receivers and not box and key[1] in group.gone:
             lost = receivers.popleft().work
             lost.end(group.loss(key[2], lost.doing))
+
+
+def _copied(data: Tensor) -> Tensor:
+    """One number that stands for as many as the message is long stays one."""
+    return data[:1].clone().expand(data.shape) if data.stride() == (0,) else data.clone()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One copy of weights and optimizer state for virtual workers that are equal to the last bit.
+"""Weights of virtual workers in memory that all of them read.
 
 Under ddp all replicas have the same weights after each step. One memory has them, and each worker
 maps it privately (copy on write), as workers of one host do (`sync/shared_weights.py`).
@@ -7,6 +7,10 @@ maps it privately (copy on write), as workers of one host do (`sync/shared_weigh
     update     by the worker that comes to it first; the others find it done
 
 Weights that a worker itself has written are noticed at its next gradients: it leaves with them.
+
+Under synchronous ps the memory is that of the servers, which write while all workers wait: what
+is pulled is there already. Under gossip each replica has two buffers that its neighbours read
+(`sync/weight_slots.py`). Messages take as long as they would with all that they stand for.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import copy
 import mmap
 import os
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +28,15 @@ from torch import Tensor
 from shoal.rehearse.executor import VirtualRanks
 from shoal.replica.flat_params import FlatParams
 from shoal.schedules.buffer_layout import LARGE_BYTES
+from shoal.server.client.client import PullResult
+from shoal.server.model.served_model import ServedModel
+from shoal.server.process.server import Server
 from shoal.sync.ddp import DdpSync, ExactReduce
+from shoal.sync.gossip import TAG, MixWeights
+from shoal.sync.ps.consistency import SynchronousPs
+from shoal.sync.ps.push import UpdateOnServers
 from shoal.sync.shared_host import PrivatePages, takes_slices, whole_pages
+from shoal.sync.weight_slots import WeightSlots
 from shoal.train.step.step import Step
 from shoal.transport.shm import memfd
 from shoal.transport.tcp.connect import require_open_files
@@ -33,18 +45,44 @@ from shoal.transport.tcp.connect import require_open_files
 class SharedReplicas:
     """Those of a rehearsal: the n-th step that a worker builds has the same model on all."""
 
-    def __init__(self, ranks: VirtualRanks):
+    def __init__(self, ranks: VirtualRanks, servers: Sequence[Server]):
         self._ranks = ranks
+        self._servers = servers
         self._built = Counter[int]()
         self._models: dict[int, SharedModel] = {}
+        self._served: dict[int, ServedWeights] = {}
+        self._slots: dict[tuple[int, int], list[Tensor]] = {}
+        self._files: list[int] = []
 
     def join(self, rank: int, step: Step) -> None:
         self._built[rank] += 1
+        number, sync = self._built[rank], step.sync
+        if step.mesh.dp.size < step.mesh.world.size:
+            return
+        if type(sync) is MixWeights and sync.mixing.is_mutual:
+            heard = sync.mixing.heard_by(sync.group.rank, 0)
+            MixedInMemory(sync, {peer: self._slots_of(number, peer, step.flat) for peer in heard})
+        elif isinstance(sync, SynchronousPs) and is_pulled_as_it_is(sync, self._servers):
+            if number not in self._served:
+                models = [server.host.models[sync.client.model] for server in self._servers]
+                self._served[number] = ServedWeights(models, step.flat)
+                self._files.append(self._served[number].fd)
+            self._served[number].lend(sync)
+        else:
+            self._join_equal(rank, step)
+
+    def _slots_of(self, number: int, rank: int, flat: FlatParams) -> list[Tensor]:
+        if (number, rank) not in self._slots:
+            self._slots[number, rank] = [torch.empty_like(flat.data) for _ in range(2)]
+        return self._slots[number, rank]
+
+    def _join_equal(self, rank: int, step: Step) -> None:
         model = self._models.get(self._built[rank])
         if model is None and _are_equal(step):
             require_open_files(2 * step.mesh.world.size)
             fd = memfd.make("shoal-rehearsal", whole_pages(step.flat.data.nbytes))
             if fd >= 0:
+                self._files.append(fd)
                 model = self._models[self._built[rank]] = SharedModel(self._ranks, step, fd)
         if model is not None:
             pages = PrivatePages(model.fd, 0, whole_pages(step.flat.data.nbytes))
@@ -52,8 +90,8 @@ class SharedReplicas:
                 SharedWorker(model, rank, step, pages)
 
     def close(self) -> None:
-        for model in self._models.values():
-            os.close(model.fd)
+        for fd in self._files:
+            os.close(fd)
 
 
 def _are_equal(step: Step) -> bool:
@@ -61,7 +99,7 @@ def _are_equal(step: Step) -> bool:
     sync, update = step.sync, step.update
     return (
         type(sync) in (DdpSync, ExactReduce)  # zero updates a shard
-        and step.mesh.dp.size == step.mesh.world.size > 1
+        and step.mesh.world.size > 1
         and not step.term.is_elastic
         and update.scaler is None
         and takes_slices(update.optimizer)
@@ -178,6 +216,73 @@ class SharedWorker:
             else:
                 update.prepare()
                 update.commit()
+
+
+def is_pulled_as_it_is(sync: SynchronousPs, servers: Sequence[Server]) -> bool:
+    """Whether the weights of a worker are what these servers send, and nothing else."""
+    is_plain = type(sync.updates) is UpdateOnServers and sync.updates.copies is None
+    are_known = len(servers) == len(sync.client.links) and not servers[0].host.in_chain
+    return is_plain and are_known and sync.client.shared_memory is None
+
+
+class ServedWeights:
+    """The weights of all servers of a model, in memory that workers map privately."""
+
+    def __init__(self, models: Sequence[ServedModel], flat: FlatParams):
+        num_bytes = whole_pages(flat.data.nbytes)
+        self.fd = memfd.make("shoal-rehearsal", num_bytes)
+        self._weights = _numbers(memfd.map_all(self.fd, num_bytes), flat)
+        for model in models:
+            model.state.shard.move_to(self._weights[model.spec.start : model.spec.stop])
+
+    def lend(self, sync: SynchronousPs) -> None:
+        """A worker that writes into its weights takes copies of what it pulls from then on."""
+        flat, client, take = sync.flat, sync.client, sync.updates.take
+        pages = PrivatePages(self.fd, 0, whole_pages(flat.data.nbytes))
+        client.inbox = self._weights
+        if not pages.can_tell or not torch.equal(self._weights, flat.data):
+            return
+        flat.move_to(_numbers(pages.memory, flat))
+
+        def look(result: PullResult) -> None:
+            if pages.are_written():
+                flat.move_to(flat.data.clone())
+                sync.updates.take = take  # type: ignore[method-assign]
+                take(result)
+            else:
+                flat.zero_grad()
+
+        sync.updates.take = look  # type: ignore[method-assign]
+
+
+class MixedInMemory:
+    """The weights of gossip, read where they are: the loss alone is in the messages."""
+
+    def __init__(self, sync: MixWeights, slots: dict[int, list[Tensor]]):
+        self._sync = sync
+        self._slots = WeightSlots(sync.flat, sync.group.rank, slots)
+        sync.mix = self._mix  # type: ignore[method-assign]
+
+    def _mix(self) -> None:
+        """As `gossip.MixInPlace`, with messages that are as long as the weights."""
+        sync, flat, group = self._sync, self._sync.flat, self._sync.group
+        weights = sync.mixing.heard_by(group.rank, sync.turn)
+        own = (flat.grads.header[:1] * group.size).to(flat.dtype)
+        losses = {peer: own.clone() for peer in weights}
+        for peer in sync.mixing.listeners(group.rank, sync.turn):
+            group.send(own.expand(flat.size), peer, TAG)
+        works = [
+            group.recv(loss.expand(flat.size), peer, TAG)
+            for peer, loss in losses.items()
+            if peer != group.rank
+        ]
+        for work in works:
+            work.wait()
+        if flat.header_fits:
+            sync.heard_loss = torch.zeros_like(own[0])
+            for peer, share in weights.items():  # in the order of ranks
+                sync.heard_loss.add_(losses[peer][0], alpha=share)
+        self._slots.mix(weights, sync.turn)
 
 
 def give_state(step: Step, state: list[dict[str, Any]]) -> None:

@@ -206,7 +206,7 @@ class VirtualQueue:
 
 
 class VirtualThread(threading.Thread):
-    """A fiber of the worker or server that starts it."""
+    """A fiber of the worker or server that starts it; a queue of Shoal, which draws no numbers."""
 
     time: VirtualTime  # of the rehearsal that runs
     _fiber: Fiber | None = None  # once it is started
@@ -214,8 +214,7 @@ class VirtualThread(threading.Thread):
     def start(self) -> None:
         started_by = self.time.current
         body = super().run
-        place = (started_by.worker, self, started_by.group)
-        self._fiber = self.time.spawn(self.name, body, *place)
+        self._fiber = self.time.spawn(self.name, body, None, self, started_by.group)
 
     def join(self, timeout: float | None = None) -> None:
         assert self._fiber is not None

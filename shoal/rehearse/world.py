@@ -124,7 +124,8 @@ class _Rehearsal:
         self.network = VirtualNetwork(cluster, self.time)
         algorithm = term.collective_algorithm or "auto"
         self.exchange = VirtualRanks(self.network, self.time, range(spec.workers), algorithm)
-        self._shared = SharedReplicas(self.exchange)
+        self._servers: list[Server] = []
+        self._shared = SharedReplicas(self.exchange, self._servers)
         self._reports: dict[int, dict[str, Any]] = {}
         self._results: dict[int, Any] = {}
         self._recorders: list[Recorder] = []
@@ -234,6 +235,7 @@ class _Rehearsal:
         chain = chain_settings(replace(self._config, server=place))
         has_exited = run_dir.has_exited if self._may_lose else None
         server = Server(address, self._secret, has_exited, chain=chain)
+        self._servers.append(server)
         server.host.takes_back = self._config.takes_back
         server.host.slowness = ServerPace(
             self.time, self.spec.times.apply_s, self.spec.slow_servers.get(index, 1.0)

@@ -47,7 +47,9 @@ from shoal.transport.transport import Work
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
 MEASURE_EARLY = (1, 5, 20)  # so that a short run that is traced has a line of them
-_TAG = 0x60551
+TAG = 0x60551
+
+_BLOCK = 1 << 16  # elements
 
 
 class Neighbours:
@@ -87,10 +89,10 @@ class Neighbours:
             # of two ranks the lower one sends first: NCCL runs messages of a pair in this order
             for sends in (rank < peer, rank > peer):
                 if sends and peer in listeners:
-                    works.append(self.group.send(chunk, peer, _TAG))
+                    works.append(self.group.send(chunk, peer, TAG))
                 elif not sends and peer in weights:
                     landing = self._buffer(len(terms), turn, chunk)
-                    works.append(self.group.recv(landing, peer, _TAG))
+                    works.append(self.group.recv(landing, peer, TAG))
                     terms.append((weights[peer], landing))
         return works, terms
 
@@ -127,7 +129,7 @@ class Mixer(Sync):
         self._say = replica.say
         self._connect(mixing)
         self.distances: list[tuple[int, float]] = []
-        self._loss: Tensor | None = None
+        self.heard_loss: Tensor | None = None
         flat.grads.records_loss = True
         if self.mixes_gradients:
             flat.grads.watch([slice(0, flat.size)])
@@ -199,7 +201,7 @@ class MixWeights(Mixer):
 
     def spread(self) -> None:
         with self.update.tracer.span(MIX, f"average weights with neighbours, {self.mixing.name}"):
-            self._mix()
+            self.mix()
         self._count_step()
         is_early = self.update.tracer.enabled and self.turn in MEASURE_EARLY
         if self.turn % MEASURE_EVERY == 0 or is_early:
@@ -207,7 +209,7 @@ class MixWeights(Mixer):
 
     def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the neighbours' samples and its own, weighted as their weights are."""
-        return local_loss * self.group.size if self._loss is None else self._loss
+        return local_loss * self.group.size if self.heard_loss is None else self.heard_loss
 
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
@@ -215,7 +217,8 @@ class MixWeights(Mixer):
         with self.traffic.uncounted(), self.update.tracer.sent.uncounted():
             mean = self.flat.data.clone()
             self.group.all_reduce(mean, Op.MEAN).wait()
-            apart = (self.flat.data - mean).double().square().sum()
+            blocks = torch.split(mean.sub_(self.flat.data), _BLOCK)  # which stay in a cache
+            apart = torch.stack([block.double().square().sum() for block in blocks]).sum()
             self.group.all_reduce(apart, Op.MEAN).wait()
         distance = math.sqrt(float(apart))
         self.distances.append((self.traffic.steps, distance))
@@ -233,14 +236,14 @@ class MixWeights(Mixer):
             + (f", {near:.3g} after {last}" if last > first else "")
         ]
 
-    def _mix(self) -> None:
+    def mix(self) -> None:
         if not self.flat.header_fits:
             self.neighbours.mix(self.flat.data, self.turn)
             return
         data = self.flat.data  # starts with the room for the header
         data[0] = self.flat.grads.header[0] * self.group.size
         self.neighbours.mix(data, self.turn)
-        self._loss = data[0].clone()
+        self.heard_loss = data[0].clone()
         data[0] = 0.0
 
 
@@ -252,14 +255,14 @@ class MixInPlace(MixWeights):
         self._slots = slots
         self._head = torch.zeros_like(self.flat.grads.header[:1])
 
-    def _mix(self) -> None:
+    def mix(self) -> None:
         """The message tells that this replica has updated, and has mixed in the step before."""
         self._head[0] = self.flat.grads.header[0] * self.group.size
         with self.traffic.uncounted():
             self.neighbours.mix(self._head, self.turn)
             if not self.mixing.is_mutual:  # who reads these weights sends no message
                 self.group.barrier().wait()
-        self._loss = self._head[0].clone()
+        self.heard_loss = self._head[0].clone()
         rank = self.group.rank
         self._slots.mix(self.mixing.heard_by(rank, self.turn), self.turn)
         listeners = self.mixing.listeners(rank, self.turn)

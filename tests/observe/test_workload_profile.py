@@ -39,6 +39,8 @@ def test_every_worker_has_its_rows(world: World) -> None:
         found = measure_profile(run, RunConfig(), workers, seconds=1e-6)
         assert (found.workers, found.rows) == (workers, 12 // workers)
         assert min(found.forward_s, found.backward_s, found.update_s) > 0
+        done, moments = zip(*found.ready, strict=True) if workers > 1 else ((1.0,), (0.5,))
+        assert done[-1] == 1.0 and 0 < moments[-1] < 1  # one bucket, before backward is over
         assert set(found.quartiles) == {"forward_s", "backward_s", "update_s"}
 
 

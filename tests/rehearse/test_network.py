@@ -118,5 +118,21 @@ def test_phases_of_a_named_algorithm_move_all_of_its_bytes(algorithm: str) -> No
     assert moved == pytest.approx(float(wire) * float(collective.chunk_bytes(800)))
 
 
+def test_long_vectors_are_summed_in_each_rack_first() -> None:
+    """Hosts 0 1 | 2 3: half of the bytes leave a host for the other rack, in two rounds."""
+    inside, between, back = phases_of("all_reduce", (0, 1, 2, 3), 1 << 20, (1, 2))
+    assert (
+        [message[:2] for message in inside]
+        == [(0, 1), (1, 0), (2, 3), (3, 2)]
+        == [message[:2] for message in back]
+    )
+    assert [message[:2] for message in between] == [(0, 2), (2, 0), (1, 3), (3, 1)]
+    assert {message.num_bytes for message in between} == {1 << 19}
+
+
+def test_short_vectors_take_few_rounds_between_hosts() -> None:
+    assert len(phases_of("all_reduce", tuple(range(64)), 4096, (1, 4))) <= 12
+
+
 def test_phases_of_one_rank_are_none() -> None:
     assert phases_of("all_reduce", (3,), 100, (8,)) == []

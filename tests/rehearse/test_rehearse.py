@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -154,6 +155,16 @@ def test_buckets_leave_while_backward_runs() -> None:
     backward = next(span for span in spans if span.kind == "backward")
     first = next(s for s in spans if s.kind == "reduce" and s.start_ns > backward.start_ns)
     assert first.detail.startswith("all_reduce") and first.end_ns < backward.end_ns
+
+
+def test_a_bucket_leaves_at_the_moment_that_was_measured() -> None:
+    times = replace(TIMES, ready=((1e-6, 0.25), (1.0, 0.25)))
+    found = rehearsed(training(1), "ddp(bucket_mb=0.0001)", 2, times=times)
+    spans = found.spans[0]
+    backward = next(span for span in spans if span.kind == "backward")
+    first = next(s for s in spans if s.kind == "reduce" and s.start_ns > backward.start_ns)
+    quarter_ns = (backward.end_ns - backward.start_ns) / 4
+    assert first.start_ns - backward.start_ns == pytest.approx(quarter_ns, rel=1e-3)
 
 
 def test_several_nodes_are_joined_by_their_network() -> None:

@@ -46,10 +46,12 @@ def training(optimizer: Any = SGD, between: Between | None = None, **options: An
     return train
 
 
-def apart(monkeypatch: pytest.MonkeyPatch, train: Train, workers: int) -> Rehearsed:
+def apart(
+    monkeypatch: pytest.MonkeyPatch, train: Train, workers: int, strategy: str = "ddp"
+) -> Rehearsed:
     with monkeypatch.context() as patch:
         patch.setattr(SharedReplicas, "join", lambda *_: None)
-        return rehearsed(train, "ddp", workers)
+        return rehearsed(train, strategy, workers)
 
 
 def assert_same(one: Rehearsed, other: Rehearsed) -> None:
@@ -91,6 +93,17 @@ def test_what_a_script_writes_stays_in_its_worker(
     assert_same(shared, apart(monkeypatch, train, 3))
     kept = [0 if between is disturb_one and rank != 1 else 6 for rank in range(3)]
     assert [state for _, state in shared.results] == kept
+
+
+@pytest.mark.parametrize("between", [None, shrink, disturb_one])
+@pytest.mark.parametrize("strategy", ["ps", "ps(servers=2)", 'gossip(graph="ring")'])
+def test_weights_of_servers_and_neighbours_are_read_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, between: Between | None
+) -> None:
+    train = training(between=between)
+    shared = rehearsed(train, strategy, 4)
+    assert_same(shared, apart(monkeypatch, train, 4, strategy))
+    assert len(shared.link_bytes) > 0
 
 
 def test_large_models_send_their_gradients_over_the_links() -> None:

@@ -82,6 +82,30 @@ def test_a_condition_is_waited_for_up_to_its_limit() -> None:
     in_virtual_time(body)
 
 
+def test_a_fiber_is_woken_when_what_it_waits_for_holds() -> None:
+    def main(time: VirtualTime) -> tuple[int, list[str]]:
+        condition, count, looked = clock.Condition(), 0, []
+
+        def has_come() -> bool:
+            looked.append(time.current.name)
+            return count == 3
+
+        def wait() -> None:
+            with condition:
+                condition.wait_for(has_come)
+
+        fiber = time.spawn("waits", wait, None)
+        time.sleep(1.0)
+        for count in (1, 2, 3):  # noqa: B007 - `has_come` reads it
+            with condition:
+                condition.notify_all()
+        time.join(fiber)
+        return count, looked
+
+    count, looked = in_virtual_time(main)
+    assert (count, looked) == (3, ["waits", *["rehearsal"] * 3, "waits"])
+
+
 def test_an_event_that_was_set_is_not_waited_for() -> None:
     def body(time: VirtualTime) -> None:
         event = clock.Event()

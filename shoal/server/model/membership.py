@@ -227,7 +227,7 @@ class Membership:
         def is_reached() -> bool:
             nonlocal late
             if not self._is_awaited(late, number, generations):  # else it needs no look at all
-                late = next(iter(missing()), -1)
+                late = max(missing(), default=-1)  # often the last one to come
             return late < 0
 
         with self.lock:
@@ -343,7 +343,8 @@ class Membership:
     def _complete_barriers(self) -> None:
         """Fix the lowest survivor of each barrier that all live workers have reached."""
         for number, generations in sorted(self.open_barriers.items()):
-            if not self._missing(number, generations):
+            workers = reversed(range(self._rule.workers))
+            if not any(self._is_awaited(w, number, generations) for w in workers):
                 self.lowest_at[number] = min(self._present(number, generations), default=0)
                 self.lowest_at.pop(number - 2, None)
                 del self.open_barriers[number]

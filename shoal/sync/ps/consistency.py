@@ -65,7 +65,7 @@ class RelaxedPs(PsWorker):
         self.client.settle(ack.position)
         self._pull_next(step)
         self.flat.zero_grad()
-        self._updates.finish_step()
+        self.updates.finish_step()
         if self.context.statistics is not None:
             self.context.statistics.keep()
         self._in_step = False
@@ -170,7 +170,7 @@ class SynchronousPs(PsWorker):
 
     def finish(self) -> None:
         self.collect()
-        self._updates.finish_step()
+        self.updates.finish_step()
 
     def collect(self) -> None:
         step = self._pushes

@@ -210,7 +210,7 @@ class PsWorker(Sync):
         self.push = push
         self.every_microbatch = push.every_microbatch
         self.pulls: list[tuple[int, int]] = []  # own step, clock of the slowest worker
-        self._updates = updates
+        self.updates = updates
         self._leader = leader
         self._tracer = context.replica.update.tracer
         self._version = 0
@@ -230,7 +230,7 @@ class PsWorker(Sync):
         """Complete the push of a step; returns the decision of the leader."""
         with self._tracer.span(WAIT, f"push step {step}"):
             loss_flags = self.push.finish()
-            lr = self._updates.learning_rate(step)
+            lr = self.updates.learning_rate(step)
             saves = self.saves
             save = None if saves is None else saves.due(step + 1)
             if saves is not None and saves.may_ask(step + 1):
@@ -253,7 +253,7 @@ class PsWorker(Sync):
         self._version = result.version
         if result.slowest is not None:
             self.pulls.append((self.update.steps, result.slowest))
-        self._updates.take(result)
+        self.updates.take(result)
         return result
 
     # ------------------------------------------------------------------ state
@@ -273,7 +273,7 @@ class PsWorker(Sync):
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         self._take_latest()
-        served = self._updates.served_optimizer if optimizer else None
+        served = self.updates.served_optimizer if optimizer else None
         self._on_lowest_survivor(self._fetch_state if served is not None else lambda: None)
         try:
             with nullcontext() if self._rows is None else self._rows.latest():
@@ -310,11 +310,11 @@ class PsWorker(Sync):
         """Give the servers the weights, step and optimizer state of the lowest survivor."""
         self._version = self.update.steps
         self._on_lowest_survivor(self._set_state)
-        if self._updates.served_optimizer is not None:
-            self._updates.served_optimizer.state.clear()
+        if self.updates.served_optimizer is not None:
+            self.updates.served_optimizer.state.clear()
 
     def _set_state(self) -> None:
-        optimizer = self._updates.served_optimizer
+        optimizer = self.updates.served_optimizer
         params = self.flat.params
         steps = self.update.steps
         with self._tracer.span(WAIT, "send state"):
