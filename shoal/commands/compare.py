@@ -28,6 +28,7 @@ from rich.table import Table
 from shoal.cluster.units import parse_bytes_per_s, show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import WORKER_COMMAND, command_for, config_for, strategy_for
+from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
@@ -83,12 +84,9 @@ ComparedSteps = Annotated[
 
 
 def compare(
-    script: Annotated[
-        str | None,
-        typer.Argument(
-            help="A script that calls shoal.run, or an example.", show_default="gpt --size tiny"
-        ),
-    ] = None,
+    script: str | None = argument(
+        "A script that calls shoal.run, or an example.", show_default="gpt --size tiny"
+    ),
     args: options.ScriptArgs = None,
     workers: options.Workers = 2,
     strategy: Strategies = None,
@@ -99,15 +97,9 @@ def compare(
     until: options.Until = None,
     seed: options.Seed = None,
     device: options.Device = None,
-    apart: Annotated[
-        bool, typer.Option("--apart", help="Start new processes for every strategy.")
-    ] = False,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Rehearse it, as shoal rehearse does.")
-    ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Rehearse it on this cluster: a file, or a preset.")
-    ] = None,
+    apart: bool = option("Start new processes for every strategy.", False, "--apart"),
+    virtual: bool = option("Rehearse it, as shoal rehearse does.", False, "--virtual"),
+    cluster: str | None = option("Rehearse it on this cluster: a file, or a preset."),
     as_json: options.Json = False,
 ) -> None:
     """Train one model under many strategies, and compare them.

@@ -28,6 +28,7 @@ from shoal.commands.compare import (
     target_loss_of,
 )
 from shoal.commands.launching import check_folder, command_for, config_for, run_quietly
+from shoal.commands.options import option
 from shoal.commands.output import Part, shares_of_time, show
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
@@ -94,9 +95,7 @@ def rehearse(
     workers: options.Workers = 4,
     strategy: Strategies = None,
     cluster: ClusterFile = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many steps.", show_default="script's")
-    ] = None,
+    steps: int | None = option("Stop after so many steps.", min=1, show_default="script's"),
     measure: Measure = False,
     slow: options.Slow = None,
     kill: Kill = None,

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from shoal.commands import launching, options
+from shoal.commands.options import option
 from shoal.commands.output import show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import template_of
@@ -130,7 +131,7 @@ def verify(
     workers: options.Workers = 2,
     on: options.On = None,
     strategy: options.Strategy = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, at most.")] = 20,
+    steps: int = option("Training steps to compare, at most.", 20, min=1),
     seed: options.Seed = None,
     device: options.Device = None,
     as_json: options.Json = False,
