@@ -28,7 +28,7 @@ from rich.table import Table
 from shoal.cluster.units import parse_bytes_per_s, show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import WORKER_COMMAND, command_for, config_for, strategy_for
-from shoal.commands.options import argument, option
+from shoal.commands.options import argument, option, with_options
 from shoal.commands.output import Part, plain_table, show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
@@ -115,7 +115,9 @@ def compare(
             raise BadInput("--virtual takes no --slow-link, --device or --apart")
         more: dict[str, Any] = {"slow": slow, "kill": kill, "until": until, "seed": seed}
         rehearse = import_module("shoal.commands.rehearse").rehearse  # which has imported this
-        rehearse(script, args, workers, strategy, cluster, steps, as_json=as_json, **more)
+        with_options(rehearse)(
+            script, args, workers, strategy, cluster, steps, as_json=as_json, **more
+        )
         return
     command = command_for(script, args)
     target = command[2:] if command[1] == "-m" else command[1:]
