@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -56,46 +56,38 @@ WAYS_TO_WAIT = (
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
 INTERRUPTED = "interrupted"  # why a run has no result after a signal
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="A strategy to compare; repeatable.",
-        show_default="all that this version runs; under faults one for each way to wait",
-    ),
-]
-SlowLink = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
-        "for what it sent in it; repeatable."
-    ),
-]
-ComparedSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Stop each run after so many steps.",
-        show_default=f"{EXAMPLE_STEPS} for an example, {FAULTY_STEPS} under faults, else where the "
-        "script ends",
-    ),
-]
+STRATEGIES = option(
+    "A strategy to compare; repeatable.",
+    None,
+    "--strategy",
+    "-s",
+    show_default="all that this version runs; under faults one for each way to wait",
+)
+SLOW_LINK = option(
+    "1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
+    "for what it sent in it; repeatable."
+)
+COMPARED_STEPS = option(
+    "Stop each run after so many steps.",
+    min=1,
+    show_default=f"{EXAMPLE_STEPS} for an example, {FAULTY_STEPS} under faults, else where the "
+    "script ends",
+)
 
 
 def compare(
     script: str | None = argument(
         "A script that calls shoal.run, or an example.", show_default="gpt --size tiny"
     ),
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 2,
-    strategy: Strategies = None,
-    steps: ComparedSteps = None,
-    slow: options.Slow = None,
-    slow_link: SlowLink = None,
-    kill: options.Kill = None,
-    until: options.Until = None,
-    seed: options.Seed = None,
+    strategy: list[str] | None = STRATEGIES,
+    steps: int | None = COMPARED_STEPS,
+    slow: list[str] | None = options.SLOW,
+    slow_link: list[str] | None = SLOW_LINK,
+    kill: list[str] | None = options.KILL,
+    until: str | None = options.UNTIL,
+    seed: int | None = options.SEED,
     device: options.Device = None,
     apart: bool = option("Start new processes for every strategy.", False, "--apart"),
     virtual: bool = option("Rehearse it, as shoal rehearse does.", False, "--virtual"),

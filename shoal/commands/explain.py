@@ -103,7 +103,7 @@ class ExplainedExchange(NamedTuple):
 def explain(
     strategy: str | None = argument('Such as "ddp + pp(2)".', show_default="all, in a table"),
     script: str = argument("A script, or an example.", "digits"),
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 4,
     svg: Path | None = option("Draw it here."),
     as_json: options.Json = False,

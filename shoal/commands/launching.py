@@ -83,14 +83,14 @@ class RunFiles:
 class WorkersOptions:
     """The options that `shoal run` and `shoal train` share."""
 
-    workers: options.RunWorkers = None
+    workers: int | None = options.RUN_WORKERS
     strategy: options.Strategy = None
-    seed: options.Seed = None
+    seed: int | None = options.SEED
     device: options.Device = None
     gpus: str | None = option(
         "The GPUs to use, such as 0,1; implies --device cuda.", show_default="all"
     )
-    trace: options.Trace = None
+    trace: Path | None = options.TRACE
     jsonl: Path | None = option(
         "Write a JSON line for every step, job.log, evaluation, checkpoint and lost worker.",
         metavar="FILE",
@@ -101,8 +101,8 @@ class WorkersOptions:
     timeline: bool = option(
         "Draw two steps at the end: what each worker and server did when.", False, "--timeline"
     )
-    slow: options.Slow = None
-    kill: options.Kill = None
+    slow: list[str] | None = options.SLOW
+    kill: list[str] | None = options.KILL
     timeout: float | None = option(
         "Give up after so many seconds without a sign of a worker or server that is waited for.",
         min=0.001,
@@ -122,7 +122,7 @@ class WorkersOptions:
     plain: bool = option(
         "Print lines also in a terminal: no progress bar, no table of workers.", False, "--plain"
     )
-    restart: options.Restart = None
+    restart: int | None = options.RESTART
     start: int | None = option(
         "Start so many of the workers now; `shoal join` starts the others, one at a time.",
         min=1,

@@ -47,7 +47,7 @@ _MAIN = ("parameters", "gradients", "optimizer", "activations")
 
 def memory(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 1,
     strategy: list[str] | None = option(
         "How to train on the workers; several are compared in one table.",
@@ -58,7 +58,7 @@ def memory(
     ),
     limit: str | None = option("Say what fits into so much memory a device, such as 10GB."),
     measure: bool = option("Also train two steps, or a round of localsgd, and measure.", False),
-    seed: options.Seed = None,
+    seed: int | None = options.SEED,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:

@@ -6,27 +6,38 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from shoal.errors import BadInput
 
+
+def option(help: str, default: Any = None, *names: str, **more: Any) -> Any:
+    """The default of a parameter, or of a field, that is an option; `...` for one that is needed.
+
+    `more` is for `typer.Option`. One that dataclasses share has one name in all of them.
+    """
+    return _told(default, typer.Option(*names, help=help, **more))
+
+
+def argument(help: str, default: Any = None, **more: Any) -> Any:
+    """The same of an argument."""
+    return _told(default, typer.Argument(help=help, **more))
+
+
+def _told(default: Any, how: Any) -> Any:
+    return field(default=MISSING if default is ... else default, metadata={"how": how})
+
+
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
-RunWorkers = Annotated[
-    int | None, typer.Option("--workers", "-n", min=1, help="Number of workers.", show_default="1")
-]
-On = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ENGINE",
-        help="Run on hosts that an engine lends: lab or lab://NAME (see shoal lab), "
-        "ray or ray://HOST:PORT.",
-        show_default="this host",
-    ),
-]
+RUN_WORKERS = option("Number of workers.", None, "--workers", "-n", min=1, show_default="1")
+ON = option(
+    "Run on hosts that an engine lends: lab or lab://NAME (see shoal lab), ray or ray://HOST:PORT.",
+    metavar="ENGINE",
+    show_default="this host",
+)
 Strategy = Annotated[
     str | None,
     typer.Option(
@@ -36,64 +47,40 @@ Strategy = Annotated[
         show_default="ddp, or single for one worker",
     ),
 ]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="Seed of weights, order of samples and dropout.", show_default="0"),
-]
+SEED = option("Seed of weights, order of samples and dropout.", show_default="0")
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is one")
 ]
-Trace = Annotated[
-    Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
-]
-Slow = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Slow a worker or server down: 1:4x makes worker 1 four times slower, "
-        "server:1:4x server 1; repeatable."
-    ),
-]
-Kill = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Kill a worker or server: 2@50 kills worker 2 at step 50, server:1@50 server 1; "
-        "repeatable."
-    ),
-]
-Restart = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=30_000,
-        help="Start workers that were killed again, so many times in all: they take their place "
-        "among the others at the present step (ddp, zero, localsgd, gossip with elastic=True, ps, "
-        "asynchronous gossip, hogwild). Servers with replicas are started again as often, each. "
-        "With 0 no process is. With --on: start all workers again.",
-        show_default="no worker, each server 3 times",
-    ),
-]
-Until = Annotated[
-    str | None,
-    typer.Option(metavar="loss=NUMBER", help="Seconds and steps until the loss is so low."),
-]
+TRACE = option("Write a Chrome trace here, and print where the time went.")
+SLOW = option(
+    "Slow a worker or server down: 1:4x makes worker 1 four times slower, "
+    "server:1:4x server 1; repeatable."
+)
+KILL = option(
+    "Kill a worker or server: 2@50 kills worker 2 at step 50, server:1@50 server 1; repeatable."
+)
+RESTART = option(
+    "Start workers that were killed again, so many times in all: they take their place "
+    "among the others at the present step (ddp, zero, localsgd, gossip with elastic=True, ps, "
+    "asynchronous gossip, hogwild). Servers with replicas are started again as often, each. "
+    "With 0 no process is. With --on: start all workers again.",
+    min=0,
+    max=30_000,
+    show_default="no worker, each server 3 times",
+)
+UNTIL = option("Seconds and steps until the loss is so low.", metavar="loss=NUMBER")
 WorkerNumbers = Annotated[
     str, typer.Option("--workers", "-n", metavar="INTEGERS", help="Such as 4; 1,2,4; 1,2,…,1024.")
 ]
-Checkpoint = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR[:every=STEPS]",
-        help="Save in DIR every 100 steps or as many as given, and when the run is preempted; "
-        "continue from what is there.",
-    ),
-]
-ScriptArgs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="What is no option of this command goes to the script, and all that is behind --.",
-        metavar="[--] ARGS",
-    ),
-]
+CHECKPOINT = option(
+    "Save in DIR every 100 steps or as many as given, and when the run is preempted; "
+    "continue from what is there.",
+    metavar="DIR[:every=STEPS]",
+)
+SCRIPT_ARGS = argument(
+    "What is no option of this command goes to the script, and all that is behind --.",
+    metavar="[--] ARGS",
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -118,23 +105,6 @@ def parse_counts(option: str, text: str, most: int = 4096) -> list[int]:
                 f"not {text[:40]!r}"
             )
     return list(dict.fromkeys(found))
-
-
-def option(help: str, default: Any = None, *names: str, **more: Any) -> Any:
-    """The default of a parameter, or of a field, that is an option; `...` for one that is needed.
-
-    `more` is for `typer.Option`.
-    """
-    return _told(default, typer.Option(*names, help=help, **more))
-
-
-def argument(help: str, default: Any = None, **more: Any) -> Any:
-    """The same of an argument."""
-    return _told(default, typer.Argument(help=help, **more))
-
-
-def _told(default: Any, how: Any) -> Any:
-    return field(default=MISSING if default is ... else default, metadata={"how": how})
 
 
 def help_of(one: Field[Any]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -42,22 +42,20 @@ from shoal.runtime.faults import read_kills, read_slow
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
 
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="A strategy to rehearse; repeatable.",
-        show_default="one for each way to wait",
-    ),
-]
+STRATEGIES = option(
+    "A strategy to rehearse; repeatable.",
+    None,
+    "--strategy",
+    "-s",
+    show_default="one for each way to wait",
+)
 
 
 @dataclass(frozen=True)
 class Disturbances:
     """What does not go well in a rehearsal."""
 
-    slow: options.Slow = None
+    slow: list[str] | None = options.SLOW
     kill: list[str] | None = option(
         "Lose a worker, server or host: 2@50 loses worker 2 at step 50, server:1@90s server 1 "
         "after 90 s, host:0@5min all that runs on host 0; repeatable."
@@ -66,7 +64,7 @@ class Disturbances:
         "Lose hosts by chance: mean time between failures of any of them, as 8h."
     )
     events: Path | None = option("A file with moments of losses.")
-    restart: options.Restart = None
+    restart: int | None = options.RESTART
     restart_time: str = option(
         "From a loss to the start of the next process.", "10s", metavar="TIME"
     )
@@ -89,9 +87,9 @@ _UNDISTURBED = Disturbances()
 
 def rehearse(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 4,
-    strategy: Strategies = None,
+    strategy: list[str] | None = STRATEGIES,
     cluster: str | None = option(
         "A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE
     ),
@@ -103,9 +101,9 @@ def rehearse(
         "--measure",
     ),
     disturbed: Disturbances = _UNDISTURBED,
-    until: options.Until = None,
-    seed: options.Seed = None,
-    trace: options.Trace = None,
+    until: str | None = options.UNTIL,
+    seed: int | None = options.SEED,
+    trace: Path | None = options.TRACE,
     as_json: options.Json = False,
 ) -> None:
     """Train on a cluster that you do not have, in one process: which strategy is there first?

@@ -24,14 +24,14 @@ from shoal.strategy.strategy import Strategy, as_strategy
 def run(
     script: options.Script,
     asked: launching.WorkersOptions,
-    args: options.ScriptArgs = None,
-    on: options.On = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
+    on: str | None = options.ON,
     logs: Path | None = option(
         "Write what each worker and server prints to a file of its own there: rank-0.log, "
         "server-0.log …",
         metavar="DIR",
     ),
-    checkpoint: options.Checkpoint = None,
+    checkpoint: str | None = options.CHECKPOINT,
     resume: bool = option("Continue from the latest checkpoint in --server-checkpoint.", False),
     cluster: str | None = option(
         "A cluster file or preset: its racks give the order of hosts, and what is "
@@ -102,7 +102,7 @@ def with_cluster(config: RunConfig, name: str | None) -> RunConfig:
 def train(
     asked: launching.WorkersOptions,
     example: str = argument("digits, gpt or clicks.", "digits"),
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     resume: bool = option("Continue from the checkpoint in --out.", False),
     out: Path | None = option("Where to save.", show_default="runs/EXAMPLE"),
 ) -> None:
@@ -131,8 +131,8 @@ def evaluate(
         "test(job, checkpoint).",
         show_default="the example that saved it",
     ),
-    args: options.ScriptArgs = None,
-    workers: options.RunWorkers = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
+    workers: int | None = options.RUN_WORKERS,
     strategy: options.Strategy = None,
     device: options.Device = None,
     as_json: options.Json = False,

@@ -91,7 +91,7 @@ class ScaleRow:
 
 def scale(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     strategy: list[str] | None = option(
         "Repeatable.", None, "--strategy", "-s", show_default="ddp"
     ),
@@ -107,7 +107,7 @@ def scale(
         "A cluster file or preset, for what is predicted.", show_default=THIS_MACHINE
     ),
     svg: Path | None = option("Draw speed-ups over workers here."),
-    seed: options.Seed = None,
+    seed: int | None = options.SEED,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:

@@ -43,7 +43,7 @@ def simulate(
     steps: int | None = option(
         "Steps to simulate.", min=1, show_default="as many as the strategy needs"
     ),
-    trace: options.Trace = None,
+    trace: Path | None = options.TRACE,
     as_json: options.Json = False,
 ) -> None:
     """Simulate training steps on a cluster: computation, messages that share links, waits.

@@ -50,7 +50,7 @@ class SubjectOptions:
         "A script that calls shoal.run, an example, or a transformer such as gpt-3.",
         show_default=False,
     )
-    args: options.ScriptArgs = None
+    args: list[str] | None = options.SCRIPT_ARGS
     cluster: str | None = option(
         "A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE
     )

@@ -35,14 +35,14 @@ class SubmitRequest:
     """The script, and all options of the command with their help."""
 
     script: options.Script
-    args: options.ScriptArgs = None
+    args: list[str] | None = options.SCRIPT_ARGS
     slurm: bool = option("A job of Slurm (sbatch).", False, "--slurm")
     k8s: bool = option("A job of Kubernetes (kubectl).", False, "--k8s")
     dry_run: bool = option("Print the job only.", False, "--dry-run")
     output: Path | None = option("Write the job to this file.", None, "-o")
     workers: options.Workers = 1
     strategy: options.Strategy = None
-    seed: options.Seed = None
+    seed: int | None = options.SEED
     device: options.Device = None
     nodes: int = option("Number of nodes, or of pods.", 1, min=1)
     gpus_per_node: int = option("GPUs of a node.", 0, min=0)
@@ -52,7 +52,7 @@ class SubmitRequest:
     time: str | None = option("Time limit: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
     job_name: str | None = option("Name of the job.", show_default="that of the script")
     env: list[str] | None = option("A variable; repeatable.", metavar="NAME=VALUE")
-    checkpoint: options.Checkpoint = None
+    checkpoint: str | None = options.CHECKPOINT
     requeue: bool | None = option(
         "Start again after a preemption.",
         None,

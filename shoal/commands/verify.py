@@ -127,12 +127,12 @@ class ScriptRuns:
 
 def verify(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 2,
-    on: options.On = None,
+    on: str | None = options.ON,
     strategy: options.Strategy = None,
     steps: int = option("Training steps to compare, at most.", 20, min=1),
-    seed: options.Seed = None,
+    seed: int | None = options.SEED,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
