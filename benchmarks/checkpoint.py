@@ -48,7 +48,7 @@ def _timed(
         removals.join()  # of what Shoal has replaced
         if target is not None and target.exists():
             target.unlink() if target.is_file() else shutil.rmtree(target)
-            os.sync()
+        os.sync()
         start_s = time.perf_counter()
         result = call()
         held_s = time.perf_counter() - start_s

@@ -1,7 +1,8 @@
 """One process with all cores of a host against workers that share them, the same global batch.
 
 Every way is a run of its own; runs take turns, `rounds` times. A round's figure is the median over
-its steps, and the ratio is to the process alone in the same round.
+its steps, and the ratio is to the process alone in the same round. Beside it stands that of as many
+processes that compute their samples and exchange and update nothing: what no strategy gets below.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
 from shoal.errors import ShoalError
 from shoal.runtime.config import RunConfig
+from shoal.runtime.heap import keep_freed_memory
 from shoal.runtime.memory_limit import cores
 from shoal.sync.optimizer_step import OptimizerFactory
 
@@ -46,7 +48,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 
 
-PEERS = ("plain loop", "torch DDP")
+ALONE = "compute alone"
+PEERS = ("plain loop", "torch DDP", ALONE)
 
 
 class Way(NamedTuple):
@@ -71,12 +74,17 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
     return times[2:]
 
 
-def measure_peer(rank: int, size: int, store: Path, asked: tuple[str, int, int]) -> list[float]:
+def measure_peer(
+    rank: int, size: int, store: Path, asked: tuple[str, int, int], peer: str
+) -> list[float]:
     """The same by the loop of every tutorial, without Shoal; with DistributedDataParallel."""
     optimizer, batch_size, steps = asked
     model, loss, inputs, targets = mlp(2048, batch_size)
     if size > 1:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+    if peer == ALONE:
+        keep_freed_memory()  # as Shoal's workers do
+    elif size > 1:
         model = nn.parallel.DistributedDataParallel(model)
     updates = OPTIMIZERS[optimizer](model.named_parameters())
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
@@ -84,16 +92,24 @@ def measure_peer(rank: int, size: int, store: Path, asked: tuple[str, int, int])
     def step() -> None:
         updates.zero_grad()
         loss(model(inputs[mine]), targets[mine]).backward()  # type: ignore[no-untyped-call]
-        updates.step()
+        if peer != ALONE:
+            updates.step()
 
-    return timed(step, steps)
+    if size > 1:
+        dist.barrier()
+    times = timed(step, steps)
+    if size > 1:
+        dist.barrier()  # none has ended, and left its cores to others
+    return times
 
 
-def run_peers(words: list[str], workers: int, config: RunConfig) -> None:
+def run_peers(peer: str, words: list[str], workers: int, config: RunConfig) -> None:
     """Processes that know nothing of Shoal, with an equal share of the cores each."""
     threads = {"OMP_NUM_THREADS": str(max(1, cores() // workers))}
     started = [
-        subprocess.Popen([*words, "--peers", f"{rank}/{workers}"], env={**os.environ, **threads})
+        subprocess.Popen(
+            [*words, "--peers", f"{rank}/{workers}", "--peer", peer], env={**os.environ, **threads}
+        )
         for rank in range(workers)
     ]
     if any([process.wait() for process in started]):
@@ -109,30 +125,37 @@ def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps
             is_peer = way.strategy in PEERS
             strategy = strategy_for(None if is_peer else way.strategy, way.workers)
             config = config_for(strategy, device="cpu")
-            start = run_peers if is_peer else run_quietly
+            start = partial(run_peers, way.strategy) if is_peer else run_quietly
             times = measure_in_workers("benchmarks.host", asked, way.workers, config, start)
             found[way].append(statistics.median(times))
             name = f"{way.strategy} on {way.workers}, {optimizer}"
             say(f"round {number + 1}: {name}: {found[way][-1]:.1f} ms a step")
     alone = found[ways[0]]
+    bounds = {way.workers: of_way for way, of_way in found.items() if way.strategy == ALONE}
     return [
         {
             "strategy": way.strategy,
             "workers": way.workers,
             "optimizer": optimizer,
             "rounds_ms": of_way,
-            "ratios": [mine / single for mine, single in zip(of_way, alone, strict=True)],
+            "ratios": ratios_to(alone, of_way),
+            "bound_ratios": ratios_to(alone, bounds.get(way.workers, alone)),
         }
         for way, of_way in found.items()
+        if way.strategy != ALONE
     ]
 
 
+def ratios_to(alone: Sequence[float], of_way: Sequence[float]) -> list[float]:
+    return [mine / single for mine, single in zip(of_way, alone, strict=True)]
+
+
 def table_of(results: list[Any]) -> Table:
-    heads = ["strategy", "optimizer", "workers", "ms a step", "to one\nprocess"]
+    heads = ["strategy", "optimizer", "workers", "ms a step", "to one\nprocess", ALONE]
     rows = []
     for r in results:
-        times, ratios = (asdict(Timing.of(r[key])) for key in ("rounds_ms", "ratios"))
-        cells = [spread(each, "_ms") for each in (times, ratios)]
+        timings = (asdict(Timing.of(r[key])) for key in ("rounds_ms", "ratios", "bound_ratios"))
+        cells = [spread(each, "_ms") for each in timings]
         rows.append([r["strategy"], r["optimizer"], str(r["workers"]), *cells])
     return plain_table("MLP of 17 million parameters: median (quartiles)", heads, rows, left=2)
 
@@ -140,12 +163,13 @@ def table_of(results: list[Any]) -> Table:
 if __name__ == "__main__":
     parser = worker_parser(optimizer=str, batch_size=int, steps=int)
     parser.add_argument("--peers")
+    parser.add_argument("--peer")
     args = parser.parse_args()
     asked = (args.optimizer, args.batch_size, args.steps)
     if args.peers is None:
         write_result(lambda job: measure(job, *asked), args.result)
     else:
         rank, size = map(int, args.peers.split("/"))
-        found = measure_peer(rank, size, args.result.with_suffix(".store"), asked)
+        found = measure_peer(rank, size, args.result.with_suffix(".store"), asked, args.peer)
         if rank == 0:
             args.result.write_text(json.dumps(found))

@@ -67,7 +67,7 @@ def after_training(
     steps: int | None = None,
     load: Path | None = None,
     shuffle: bool = True,
-    services: Sequence[RunServices | None] = (None,) * 8,
+    services: Sequence[RunServices | None] = (None,) * 64,
     **options: Any,
 ) -> list[Any]:
     """What `look` returns on each worker when it has trained."""

@@ -3,7 +3,8 @@
 A thread carries them out. A caller that waits for an operation which the thread has not begun
 carries it out itself, with all operations before it: that saves a handover. A light operation is
 begun in the call (it gives what other ranks need and waits for none) and ended by the wait; the
-thread is woken for it only when something else is asked for first. A callback may wait for later
+thread is woken for it only when something else is asked for first; where `light_lane` began it, the
+queue knows of it only then. A callback may wait for later
 operations: while the thread is inside one, another thread takes its place if there is work.
 """
 
@@ -123,6 +124,7 @@ class WorkQueue:
         self._sleepers = 0  # a notification costs more than a light operation: only if needed
         self._callers = 0  # those of them that wait for an operation
         self._waiting: deque[QueuedWork] = deque()
+        self.take_light: Callable[[], QueuedWork | None] | None = None
         self._working = False
         self._urged = False
         self._closing = False
@@ -132,6 +134,7 @@ class WorkQueue:
     def submit(self, work: QueuedWork) -> None:
         self._acquire()
         try:
+            self._take_light()
             idle = not self._waiting and not self._working
             self._waiting.append(work)
             if self.timed:
@@ -150,11 +153,13 @@ class WorkQueue:
     def urge(self) -> None:
         """A caller looks without waiting: the thread takes over what is left."""
         with self._lock:
+            self._take_light()
             if self._waiting:
                 self._wake()
 
     def add_callback(self, work: QueuedWork, callback: Callable[[], None]) -> bool:
         with self._lock:
+            self._take_light()
             if not work.is_done:
                 work.add(callback)
             return not work.is_done
@@ -164,6 +169,7 @@ class WorkQueue:
         while not work.is_done:
             self._acquire()
             try:
+                self._take_light()
                 while self._working and not work.is_done:
                     self._callers += 1
                     self._sleep()
@@ -179,6 +185,7 @@ class WorkQueue:
     def try_take(self) -> bool:
         """Whether the caller may act in place of the next operation, until `give_back`."""
         with self._lock:
+            self._take_light()
             is_free = not self._waiting and not self._working and not self._closing
             self._working |= is_free
         return is_free
@@ -199,6 +206,20 @@ class WorkQueue:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout_s)
+
+    def light_lane(self, make: Callable[..., Any], *options: Any) -> Any:
+        """What begins and ends light operations by itself while nothing else is under way.
+
+        `make` gets this queue, what waits in it and whether a thread is changing it, and `options`.
+        """
+        lane = make(self, self._waiting, self._lock.locked, *options)
+        self.take_light = lane.take
+        return lane
+
+    def _take_light(self) -> None:
+        """With the lock: an operation that a lane has begun goes before what is asked for now."""
+        if self.take_light is not None and (work := self.take_light()) is not None:
+            self._waiting.append(work)
 
     def _execute(self, work: QueuedWork) -> None:
         if self.timed and not work.begun:

@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import typer
-from rich.table import Table
 
-from shoal.cluster.units import parse_bytes_per_s, show_bytes, show_seconds
+from shoal.cluster.units import parse_bytes_per_s
 from shoal.commands import options
-from shoal.commands.launching import WORKER_COMMAND, command_for, config_for, strategy_for
+from shoal.commands.compared import (
+    INTERRUPTED,
+    WAYS_TO_WAIT,
+    result_table,
+    speed_table,
+    strategies_of,
+    target_loss_of,
+)
+from shoal.commands.launching import WORKER_COMMAND, command_for, config_for
 from shoal.commands.options import argument, option, with_options
-from shoal.commands.output import Part, plain_table, show
+from shoal.commands.output import Part, show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import discard_lines
@@ -44,18 +48,11 @@ from shoal.runtime.preemption import NO_GRACE_S, ending_by_exception
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
-from shoal.strategy.terms import TERMS
 
 EXAMPLE_STEPS = 120
 FAULTY_STEPS = 40  # where workers are slow or lost: each strategy has twice as many runs
-# where faults are asked for and no strategies: one for each way to wait, or not to
-WAYS_TO_WAIT = (
-    *("ddp", "localsgd(every=8)", 'gossip(graph="ring")', 'gossip(graph="ring", mode="async")'),
-    *("hogwild(momentum=True)", "ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
-)
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
-INTERRUPTED = "interrupted"  # why a run has no result after a signal
 STRATEGIES = option(
     "A strategy to compare; repeatable.",
     None,
@@ -103,10 +100,11 @@ def compare(
     if script is None:  # without BatchNorm, whose statistics differ between strategies
         script, args = "gpt", ["--size", "tiny"]
     if virtual or cluster is not None:
+        from shoal.commands.rehearse import rehearse  # loads the planner
+
         if slow_link or device or apart:
             raise BadInput("--virtual takes no --slow-link, --device or --apart")
         more: dict[str, Any] = {"slow": slow, "kill": kill, "until": until, "seed": seed}
-        rehearse = import_module("shoal.commands.rehearse").rehearse  # which has imported this
         with_options(rehearse)(
             script, args, workers, strategy, cluster, steps, as_json=as_json, **more
         )
@@ -173,14 +171,6 @@ def _rates(texts: Sequence[str], workers: int) -> dict[int, float]:
     return found
 
 
-def target_loss_of(text: str | None) -> float | None:
-    name, _, number = (text or "loss=0").partition("=")
-    with suppress(ValueError):
-        if name == "loss" and math.isfinite(float(number)):
-            return None if text is None else float(number)
-    raise BadInput(f"--until takes a loss, such as loss=0.2, not {str(text)[:40]!r}")
-
-
 def by_strategy(comparison: Comparison) -> list[RunOutcome]:
     """What the whole run of each strategy came to, with the speed of all of its runs."""
     found = comparison.measure()
@@ -245,18 +235,6 @@ def alternating(
         together += singles()
     groups = [together, *([*singles(), run(name), *singles()] for name in served)]
     return groups + [[run(name, short, clean=True)] for name in served if faults.slows]
-
-
-def strategies_of(given: Sequence[str] | None, workers: int) -> list[str]:
-    """Those that are given, or one of each kind, and the options that matter most."""
-    if given:
-        others = [text for text in given if as_strategy(text) != as_strategy("single")]
-        return list(dict.fromkeys(str(strategy_for(text, workers)) for text in others))
-    names = []
-    for text in (text for term in TERMS.values() for text in term.compared):
-        with suppress(BadInput):  # not built, or not for this number of workers
-            names.append(str(strategy_for(text, workers)))
-    return names
 
 
 @dataclass
@@ -348,70 +326,3 @@ class Comparison:
         for entry in self.entries:
             if entry.number == record.get("entry") and entry.is_whole:
                 say(f"running {entry.strategy}")
-
-
-# ------------------------------------------------------------------------------ output
-
-
-def speed_table(outcomes: Sequence[RunOutcome], title: str) -> Table:
-    """Speeds and traffic; columns that say nothing of any strategy are left out."""
-    columns: dict[str, Callable[[RunOutcome], str | None]] = {
-        "steps/s": lambda o: _shown(o.steps_per_s, "{:,.1f}".format),
-        "CPU a\nstep": lambda o: _shown(o.cpu_s_per_step, show_seconds),
-        "speed-\nup": lambda o: _shown(o.speed_up, "{:.2f}×".format),
-        "spread": lambda o: (
-            f"{min(o.speed_ups):.2f}–{max(o.speed_ups):.2f}" if len(o.speed_ups) > 1 else None
-        ),
-        "time by\nfaults": lambda o: _shown(o.slowed, "{:.2f}×".format),
-        "sent a\nstep": lambda o: _shown(o.bytes_sent, lambda n: show_bytes(n / max(1, o.steps))),
-        "idle": lambda o: _shown(o.computing, lambda c: f"{1 - c - (o.injected or 0.0):.0%}"),
-    }
-    found = {head: [cell(o) for o in outcomes] for head, cell in columns.items()}
-    shown = {head: cells for head, cells in found.items() if any(cells)}
-    rows = [
-        [one.strategy, *(cells[n] or "–" for cells in shown.values())]
-        for n, one in enumerate(outcomes)
-    ]
-    table = plain_table(title, ["strategy", *shown], rows, left=1)
-    table.columns[0].overflow = "fold"
-    return table
-
-
-def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
-    """What the runs came to, and what became of what their workers sent."""
-    names = [list(o.evaluated) for o in outcomes if o.evaluated]
-    metric = next((name for group in names for name in group if name != "loss"), None)
-    tested = any("loss" in group for group in names)
-    heads = ["strategy", "test\nloss" if tested else "loss"]
-    heads += [] if metric is None else [metric or "metric"]
-    heads += [] if until is None else [f"seconds to\n{until}", "steps"]
-    late: dict[str, Callable[[RunOutcome], str | None]] = {
-        "drop-\nped": lambda o: _shown(o.dropped, "{:,}".format),
-        "stale": lambda o: _shown(o.staleness, "{:.1f}".format),
-    }
-    late = {head: cell for head, cell in late.items() if any(map(cell, outcomes))}
-    last = ["against single"] if any(one.is_single for one in outcomes) else []
-    rows = []
-    for one in outcomes:
-        row = [one.strategy, _shown(one.loss, "{:.4f}".format)]
-        if metric is not None:
-            form = "{:.1%}" if metric == "accuracy" else "{:.4g}"
-            row.append(_shown((one.evaluated or {}).get(metric), form.format))
-        if until is not None:
-            row += [_shown(one.until_s, "{:.2f}".format), _shown(one.until_steps, "{:,}".format)]
-        row += [cell(one) for cell in late.values()]
-        rows.append([*(cell or "–" for cell in row), *([_verdict(one)] if last else [])])
-    table = plain_table("", [*heads, *late, *last], rows, left=1)
-    table.columns[-1].justify, table.columns[0].overflow = "left" if last else "right", "fold"
-    return table
-
-
-def _shown(value: float | None, show: Callable[[float], str]) -> str | None:
-    return None if value is None else show(value)
-
-
-def _verdict(one: RunOutcome) -> str:
-    if not one.ran:
-        is_failed = one.failed != INTERRUPTED
-        return "refused" if one.refused else "failed" if is_failed else INTERRUPTED
-    return "" if one.workers == 1 else one.against_single

@@ -31,7 +31,9 @@ def _told(default: Any, how: Any) -> Any:
 
 
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
-Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
+Workers = Annotated[
+    int, typer.Option("--workers", "-n", min=1, max=10_000_000, help="Number of workers.")
+]
 RUN_WORKERS = option("Number of workers.", None, "--workers", "-n", min=1, show_default="1")
 ON = option(
     "Run on hosts that an engine lends: lab or lab://NAME (see shoal lab), ray or ray://HOST:PORT.",

@@ -20,7 +20,7 @@ from shoal.cluster import Cluster
 from shoal.cluster.presets import THIS_MACHINE
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
-from shoal.commands.compare import (
+from shoal.commands.compared import (
     WAYS_TO_WAIT,
     result_table,
     speed_table,
@@ -125,14 +125,18 @@ def rehearse(
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
+    ready: tuple[tuple[float, float], ...] = ()
     if measure:
         say(f"measuring its passes on {counted(workers, 'worker')}")
         run, config = partial(run_quietly, command), config_for(as_strategy("single"))
         profile = measure_profile(run, config, workers)
         hardware = profiled(hardware.of_size(workers), subject.workload, [profile])
+        ready = profile.ready
     uneven = uneven_of(hardware.of_size(workers), slowness, disturbed.jitter, seed or 0)
     slow_servers = read_slow(slow, None, "server")
-    stage = _Stage(subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses)
+    stage = _Stage(
+        subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses, ready
+    )
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
     if trace is not None and stage.spans:
@@ -163,6 +167,7 @@ class _Stage:
     slow_servers: dict[int, float]
     seed: int
     losses: Any
+    ready: tuple[tuple[float, float], ...]  # as in WorkerTimes
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
     spans: Any = None  # of the latest
@@ -198,7 +203,7 @@ class _Stage:
                 value,
                 workers,
                 self.hardware,
-                times,
+                replace(times, ready=self.ready),
                 self.uneven,
                 self.seed,
                 self.steps,

@@ -12,8 +12,10 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
@@ -21,17 +23,39 @@ from shoal.replica.host_streams import HostStreams
 from shoal.replica.microbatch_context import tracing
 
 _PLAIN = (TensorDataset, list, tuple)  # these draw nothing
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix(*numbers: int) -> int:
     """One well-distributed seed from several small numbers (splitmix64)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
+    return _mixed(_state(*numbers[:-1]), numbers[-1]) >> 1 if numbers else 0
+
+
+def mix_each(first: int, numbers: Sequence[int]) -> list[int]:
+    """`mix(first, number)` of each number that is not negative, in a sixth of the time."""
+    state = np.array(numbers, dtype=np.uint64)
+    state += np.uint64((_state(first) + _GAMMA) & _MASK)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(_FACTORS[0])
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(_FACTORS[1])
+    state ^= state >> np.uint64(31)
+    seeds: list[int] = (state >> np.uint64(1)).tolist()
+    return seeds
+
+
+@lru_cache(maxsize=64)
+def _state(*numbers: int) -> int:
+    return _mixed(_state(*numbers[:-1]), numbers[-1]) if numbers else 0
+
+
+def _mixed(state: int, number: int) -> int:
+    state = (state + number + _GAMMA) & _MASK
+    state = ((state ^ (state >> 30)) * _FACTORS[0]) & _MASK
+    state = ((state ^ (state >> 27)) * _FACTORS[1]) & _MASK
+    return state ^ (state >> 31)
 
 
 class SeededSamples:
@@ -89,9 +113,11 @@ class SeededSamples:
                 return list(self.dataset.__getitems__(list(indices)))
             return [self.dataset[index] for index in indices]
         found = []
-        for index in indices:
-            streams.seed(mix(self.seed, index))
-            found.append(self.dataset[index])
+        dataset, seeders = self.dataset, streams.seeders()
+        for index, seed in zip(indices, mix_each(self.seed, indices), strict=True):
+            for put in seeders:
+                put(seed)
+            found.append(dataset[index])
         return found
 
 

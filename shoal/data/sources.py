@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from shoal.data import AnyBatch, batch_of
 from shoal.data.batch_checks import SameBatches, is_stream
@@ -24,6 +23,7 @@ from shoal.data.sampling import (
     Collate,
     DatasetBatches,
     FullDatasetBatch,
+    collated,
     mix,
     permutation,
     round_robin,
@@ -80,7 +80,7 @@ def collate_rows(samples: list[Any], split: BatchSplit, collate: Collate | None)
     """This replica's rows of a list of samples, as a batch."""
     total = len(samples)
     rows = take(torch.arange(total), split.rows(total)).tolist()
-    content = (collate or default_collate)([samples[i] for i in rows])
+    content = (collate or collated)([samples[i] for i in rows])
     return batch_of(content, total, split.sizes(total))
 
 

@@ -173,6 +173,7 @@ class ProfileJob(EstimateJob):
             **passes.unbroken(content),
             "slowest": _slowest(everywhere),
             "gradients_s": float((end - begin).median()),
+            "ready": passes.ready(),
         }
 
     def write(self, folder: Path) -> None:
@@ -203,6 +204,8 @@ class _Passes:
         if group.size > 1:
             self._flat.grads.watch(ddp_buckets(self._flat, DEFAULT_BUCKET_BYTES), LARGE_BYTES)
         self.sums: list[tuple[float, float]] = []
+        self._moments_s: list[float] = []  # at which buckets were full
+        self._ready: list[list[float]] = []  # by step, as shares of backward
 
     def measure(self, content: Any, seconds: float) -> list[PassTimes]:
         for _ in range(_WARM_UP):
@@ -253,9 +256,24 @@ class _Passes:
     def _backward(self, loss: Tensor) -> None:
         """Copies to buckets belong to it; the sums, which ddp begins meanwhile, come later."""
         self._full.clear()
-        self._flat.grads.arm(self._full.append)
+        self._moments_s = [time.perf_counter()]
+        self._flat.grads.arm(self._note_full)
         loss.backward()  # type: ignore[no-untyped-call]
         self._flat.grads.flush()
+        start_s, took_s = self._moments_s[0], time.perf_counter() - self._moments_s[0]
+        self._ready.append([(at_s - start_s) / took_s for at_s in self._moments_s[1:]])
+
+    def _note_full(self, bucket: slice) -> None:
+        self._full.append(bucket)
+        self._moments_s.append(time.perf_counter())
+
+    def ready(self) -> list[tuple[float, float]]:
+        """Shares of the parameters whose gradients are there, and of backward at that moment."""
+        if self._device.type == "cuda":  # it runs behind its host
+            return []
+        shares = [statistics.median(column) for column in zip(*self._ready, strict=True)]
+        done = [1 - bucket.start / self._flat.size for bucket in self._full]
+        return list(zip(done, shares, strict=True))
 
     def _sum_gradients(self) -> None:
         tensors = self._flat.grads.tensors

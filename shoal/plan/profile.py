@@ -37,6 +37,8 @@ class ModelProfile:
     quartiles: dict[str, Quartiles] = field(default_factory=dict, hash=False)  # by the names above
     slowest: float = 1.0  # the step of the slowest worker over that of all, the mean over steps
     gradients_s: float | None = None  # the sum of all gradients over workers, once all have begun
+    # shares of the parameters whose gradients are there, and of backward at that moment
+    ready: tuple[tuple[float, float], ...] = ()
     # a device that runs behind its host: a step without waits, and the host's part of it
     whole_s: float | None = None
     host_s: float | None = None

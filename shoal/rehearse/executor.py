@@ -22,6 +22,7 @@ from shoal.rehearse.network import (
     VirtualNetwork,
     phases_of,
     phases_of_schedule,
+    ring,
 )
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.schedules.collectives.catalog import build, proven_collective
@@ -108,6 +109,10 @@ class VirtualRanks:
         self.devices = tuple(devices)
         self.totals: dict[object, int] = {}  # addresses of what is added up before all give it
         self._algorithm = algorithm
+        cluster = network.cluster
+        inside = cluster.node.devices
+        racks = cluster.nodes_per_rack
+        self._levels = (inside,) if racks is None else (inside, racks * inside)
         self._groups: dict[GroupKey, _GroupState] = {}
         self._boxes: dict[MessageKey, deque[_Flight]] = defaultdict(deque)
         self._receivers: dict[MessageKey, deque[_Receiver]] = defaultdict(deque)
@@ -182,13 +187,12 @@ class VirtualRanks:
         if call.kind == "all_reduce" and self._algorithm != "auto":
             return self._of_algorithm(places, call)
         num_bytes = max(each.num_bytes for each in calls)
-        inside = self.network.cluster.node.devices
-        return phases_of(call.kind, places, num_bytes, inside)
+        return phases_of(call.kind, tuple(places), num_bytes, self._levels)
 
     def _of_algorithm(self, places: Sequence[int], call: Call) -> list[Phase]:
         size, name = len(places), self._algorithm
         if name == "ring":
-            return phases_of("all_reduce", places, call.num_bytes, 1)
+            return [ring(places, call.num_bytes, 2)]
         own = is_user_function(name)
         collective = (
             proven_collective(name, "all_reduce", size) if own else build("all_reduce", name, size)

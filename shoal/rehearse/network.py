@@ -9,9 +9,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from shoal.cluster import Cluster
+from shoal.comm.executors.hierarchical.tcp_links import LINK, LONG_BYTES
 from shoal.plan.simulator.messages import MessageNetwork, Routes, message_table
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.schedules.collectives import Collective
+from shoal.schedules.collectives.catalog import build
+from shoal.schedules.collectives.cost import cheapest
 
 
 class VirtualMessage(NamedTuple):
@@ -129,18 +132,23 @@ class VirtualNetwork:
 _SMALL_BYTES = 64 << 10  # of a broadcast: below, a tree; above, in pieces
 
 
-def phases_of(kind: str, ranks: Sequence[int], num_bytes: float, inside: int) -> list[Phase]:
-    """How a collective of Shoal's own executors moves; `ranks` are devices, `inside` in a node."""
+@lru_cache(256)  # steps are alike
+def phases_of(
+    kind: str, ranks: tuple[int, ...], num_bytes: float, levels: tuple[int, ...]
+) -> list[Phase]:
+    """How a collective of Shoal's own executors moves; `ranks` are devices.
+
+    `levels`: devices of a node, and those of a rack where there are racks.
+    """
     size = len(ranks)
     if size == 1:
         return []
     match kind:
-        case "all_reduce":
-            return _by_levels(ranks, num_bytes, inside, both=True)
-        case "reduce_scatter" | "all_gather":
-            return _by_levels(ranks, num_bytes, inside, both=False)
+        case "all_reduce" | "reduce_scatter" | "all_gather":
+            levels = levels if kind == "all_reduce" else levels[:1]
+            return _by_levels(kind, ranks, num_bytes, levels)
         case "broadcast" | "reduce" if num_bytes > _SMALL_BYTES:
-            return [_ring(ranks, num_bytes, 2)]
+            return [ring(ranks, num_bytes, 2)]
         case "all_to_all" | "all_to_all_uneven":
             pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
             return [[VirtualMessage(src, dst, num_bytes / size) for src, dst in pairs]]
@@ -167,27 +175,44 @@ def phases_of_schedule(
     return phases
 
 
-def _ring(ranks: Sequence[int], num_bytes: float, trips: int) -> Phase:
+def ring(ranks: Sequence[int], num_bytes: float, trips: int) -> Phase:
     rounds = trips * (len(ranks) - 1)
     size = rounds / len(ranks) * num_bytes
     neighbours = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
     return [VirtualMessage(src, dst, size, rounds) for src, dst in neighbours]
 
 
-def _by_levels(ranks: Sequence[int], num_bytes: float, inside: int, both: bool) -> list[Phase]:
-    """Inside of nodes, between those of each place in a node, inside again."""
-    trips = 2 if both else 1
+def _by_levels(
+    kind: str, ranks: Sequence[int], num_bytes: float, levels: Sequence[int]
+) -> list[Phase]:
+    """Inside of nodes, between those of each place in a node, inside again; so with racks."""
+    inside, *above = levels
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // inside, []).append(rank)
     sizes = {len(members) for members in nodes.values()}
-    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
-        return [_ring(ranks, num_bytes, trips)]
+    trips = 2 if kind == "all_reduce" else 1
+    if len(nodes) == 1:
+        return [ring(ranks, num_bytes, trips)]
+    if len(sizes) > 1 or sizes == {1}:
+        return _between(kind, ranks, num_bytes, above)
     share = num_bytes / sizes.pop()
-    within = [message for node in nodes.values() for message in _ring(node, num_bytes, 1)]
-    columns = zip(*nodes.values(), strict=True)
-    between = [message for column in columns for message in _ring(column, share, trips)]
-    return [within, between, within] if both else [within, between]
+    within = [message for node in nodes.values() for message in ring(node, num_bytes, 1)]
+    columns = [_between(kind, one, share, above) for one in zip(*nodes.values(), strict=True)]
+    between = [[m for phase in phases for m in phase] for phases in zip(*columns, strict=True)]
+    return [within, *between, within] if trips == 2 else [within, *between]
+
+
+def _between(
+    kind: str, ranks: Sequence[int], num_bytes: float, levels: Sequence[int]
+) -> list[Phase]:
+    """Hosts: a ring, or racks first; what is short by the algorithm that they choose for it."""
+    if num_bytes < LONG_BYTES:
+        name = cheapest(kind, len(ranks), round(num_bytes), LINK)
+        return phases_of_schedule(build(kind, name, len(ranks)), ranks, num_bytes)
+    if levels:
+        return _by_levels(kind, ranks, num_bytes, levels)
+    return [ring(ranks, num_bytes, 2 if kind == "all_reduce" else 1)]
 
 
 def _doubling(ranks: Sequence[int], num_bytes: float) -> list[Phase]:

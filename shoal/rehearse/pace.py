@@ -1,7 +1,7 @@
 """How long virtual workers compute: as the planner prices the layers of the script's model.
 
 The gradients of a backward are final one after the other. A bucket is handed over at the moment at
-which so much of the model's parameters is done.
+which so much of the model's parameters is done; at the measured one where passes were measured.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
@@ -34,6 +36,12 @@ class WorkerTimes:
     work: StepWork
     update_s: float
     apply_s: float = 0.0  # of a server, for an update of its shard
+    ready: Sequence[tuple[float, float]] = ()  # parameters that are done, and backward then
+
+    def share_of_backward(self, done: float) -> float:
+        """When so much of the parameters is done; both are shares."""
+        known = np.array([(0.0, 0.0), *(self.ready or [(1.0, 1.0)])])
+        return float(np.interp(done, known[:, 0], known[:, 1]))
 
     def seconds(self, kind: str, detail: str, stage: int) -> float:
         weight_s = self.work.weight_s[stage]
@@ -83,7 +91,7 @@ class Pace:
         reduce, size = step.sync.reduce, max(1, step.flat.size)
 
         def at_its_moment(bucket: slice) -> None:
-            self._pass_up_to(1 - bucket.start / size)
+            self._pass_up_to(self._times.share_of_backward(1 - bucket.start / size))
             reduce(bucket)
 
         step.sync.reduce = at_its_moment  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ class VirtualProcess:
 
     name: str
     device: int
-    exited: Callable[[int], None] = lambda status: None  # told of its exit status
+    exited: Callable[[int], None] = lambda status: None  # called with its exit status
     is_dead: bool = False
     sockets: list[VirtualSocket] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,7 @@ class VirtualLock(_Entered):
         self._owner: Any = None
         self._depth = 0
         self._waiting: deque[Fiber] = deque()
+        self.before_release: list[Callable[[], None]] = []  # called once, by the one that has it
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = self._me()
@@ -76,6 +78,8 @@ class VirtualLock(_Entered):
 
     def release(self) -> None:
         """The one that waits longest has it next."""
+        while self._depth == 1 and self.before_release:
+            self.before_release.pop()()
         self._depth -= 1
         if self._depth:
             return
@@ -106,30 +110,38 @@ class VirtualLock(_Entered):
         return self._time.current if self._time.is_fiber else threading.get_ident()
 
 
+@dataclass(eq=False)
+class _Waiter:
+    fiber: Fiber
+    ready: Callable[[], Any]
+    is_woken: bool | None = None  # False: its time is over
+
+
 class VirtualCondition(_Entered):
+    """A fiber that waits for a predicate is woken when it holds: the one that notifies looks."""
+
     def __init__(self, time: VirtualTime, lock: VirtualLock | None = None):
         self._time = time
         self._lock = lock or VirtualLock(time, is_reentrant=True)
-        self._waiting: deque[tuple[Fiber, list[bool]]] = deque()
+        self._waiting: list[_Waiter] = []
         self.acquire = self._lock.acquire  # type: ignore[method-assign]
         self.release = self._lock.release  # type: ignore[method-assign]
 
-    def wait(self, timeout: float | None = None) -> bool:
-        time, fiber = self._time, self._time.current
-        woken: list[bool] = []
-        entry = (fiber, woken)
-        self._waiting.append(entry)
+    def wait(self, timeout: float | None = None, ready: Callable[[], Any] = lambda: True) -> bool:
+        time = self._time
+        me = _Waiter(time.current, ready)
+        self._waiting.append(me)
         depth = self._lock.release_all()
         if timeout is not None:
-            time.at(time.now_s + max(0.0, timeout), lambda: self._expire(entry))
+            time.at(time.now_s + max(0.0, timeout), lambda: self._wake(me, False))
         try:
-            while not woken:
+            while me.is_woken is None:
                 time.park("a condition")
         finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
+            if me in self._waiting:
+                self._waiting.remove(me)
             self._lock.acquire_again(depth)
-        return woken[0]
+        return me.is_woken
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         end_s = None if timeout is None else self._time.now_s + timeout
@@ -137,23 +149,25 @@ class VirtualCondition(_Entered):
             left_s = None if end_s is None else end_s - self._time.now_s
             if left_s is not None and left_s <= 0:
                 break
-            self.wait(left_s)
+            self.wait(left_s, predicate)
         return result
 
-    def notify(self, n: int = 1) -> None:
-        for _ in range(min(n, len(self._waiting))):
-            fiber, woken = self._waiting.popleft()
-            woken.append(True)
-            self._time.wake(fiber)
-
     def notify_all(self) -> None:
-        self.notify(len(self._waiting))
+        """Those that it concerns go on once the lock is released."""
+        if not self._lock.locked():
+            self._look()
+        elif self._waiting and self._look not in self._lock.before_release:
+            self._lock.before_release.append(self._look)
 
-    def _expire(self, entry: tuple[Fiber, list[bool]]) -> None:
-        if entry in self._waiting:
-            self._waiting.remove(entry)
-            entry[1].append(False)
-            self._time.wake(entry[0])
+    def _look(self) -> None:
+        for waiter in [waiter for waiter in self._waiting if waiter.ready()]:
+            self._wake(waiter, True)
+
+    def _wake(self, waiter: _Waiter, is_notified: bool) -> None:
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+            waiter.is_woken = is_notified
+            self._time.wake(waiter.fiber)
 
 
 class VirtualEvent:

@@ -66,6 +66,7 @@ class VirtualTime:
         self._here = threading.local()
         self._loaded: RandomState | None = None
         self._fibers: list[Fiber] = []
+        self._crowd = 1  # so many are looked through for those that are over
         self._over = threading.Event()
 
     # ------------------------------------------------------------------ from outside
@@ -140,7 +141,9 @@ class VirtualTime:
     ) -> Fiber:
         """A fiber that begins when the present one waits. `thread` runs it, where one is given."""
         fiber = Fiber(name, worker, group)
-        self._fibers = [known for known in self._fibers if not known.is_over]
+        if len(self._fibers) >= self._crowd:
+            self._fibers = [known for known in self._fibers if not known.is_over]
+            self._crowd = 2 * len(self._fibers) + 1
         self._fibers.append(fiber)
 
         def whole() -> None:

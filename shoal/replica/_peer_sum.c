@@ -8,13 +8,18 @@
 #include <Python.h>
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "../transport/arithmetic.h"
 
-#define BLOCK (128 << 10)
+#define BLOCK (128 << 10) /* bytes of a rank that are read at a time, */
+#define SCRATCH (512 << 10) /* and of all ranks: they stay in the second cache of a core */
+#define LEAST_BLOCK (16 << 10)
 #define MOST_THREADS 64
 
 typedef struct {
@@ -38,31 +43,31 @@ static int read_from(u64 pid, u8 *into, u64 address, u64 bytes) {
     return 0;
 }
 
+/* The gradients of others go into `scratch` one behind the other, then all are added up in one pass. */
 static void add_block(Part *part, u8 *scratch, u64 run, u64 start, u64 stop) {
     u64 each = ELEMENT_BYTES[part->dtype], n = stop - start;
     u64 offset = (start - part->runs[2 * run]) * each;
-    u8 *out = part->out + (start - part->from) * each;
+    const u8 *in[MAX_INPUTS];
     for (u64 rank = 0; rank < part->ranks; rank++) {
         u64 address = part->addresses[rank * part->count + run] + offset;
-        const u8 *in = (const u8 *)(uintptr_t)address;
-        if (rank != part->me) {
-            part->error = read_from(part->pids[rank], rank ? scratch : out, address, n * each);
-            if (part->error) {
-                part->lost = rank + 1;
-                return;
-            }
-            in = rank ? scratch : out;
+        in[rank] = rank == part->me ? (const u8 *)(uintptr_t)address : scratch;
+        if (rank == part->me) continue;
+        part->error = read_from(part->pids[rank], scratch, address, n * each);
+        if (part->error) {
+            part->lost = rank + 1;
+            return;
         }
-        const u8 *both[2] = {out, in};
-        if (rank) combine_all(part->dtype, SUM, out, NULL, both, 2, n);
-        else if (in != out) memcpy(out, in, n * each);
+        scratch += (n * each + LINE - 1) / LINE * LINE;
     }
+    combine_all(part->dtype, SUM, part->out + (start - part->from) * each, NULL, in, (int)part->ranks, n);
 }
 
 static void *add_part(void *argument) {
     Part *part = argument;
-    u8 *scratch = aligned_alloc(LINE, BLOCK);
-    u64 step = BLOCK / ELEMENT_BYTES[part->dtype];
+    u64 block = SCRATCH / part->ranks / LINE * LINE, most = BLOCK, least = LEAST_BLOCK;
+    block = block > most ? most : block < least ? least : block;
+    u64 step = block / ELEMENT_BYTES[part->dtype];
+    u8 *scratch = aligned_alloc(LINE, block * part->ranks);
     if (!scratch) part->error = ENOMEM;
     for (u64 run = 0; run < part->count && !part->error; run++) {
         u64 start = part->runs[2 * run], stop = part->runs[2 * run + 1];
@@ -107,13 +112,61 @@ static PyObject *py_add(PyObject *self, PyObject *args) {
     return Py_BuildValue("iK", 0, 0ull);
 }
 
+/* ---------------------------------------------------------------- who has come how far */
+
+static inline void relax(void) {
+#if defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#elif defined(__x86_64__)
+    __asm__ __volatile__("pause");
+#endif
+}
+
+static _Atomic u64 *word(PyObject *address) { return (_Atomic u64 *)(uintptr_t)PyLong_AsUnsignedLongLong(address); }
+
+/* put(address, number): others see what was written before, once they see it */
+static PyObject *py_put(PyObject *self, PyObject *args) {
+    unsigned long long address, number;
+    if (!PyArg_ParseTuple(args, "KK", &address, &number)) return NULL;
+    atomic_store((_Atomic u64 *)(uintptr_t)address, number);
+    Py_RETURN_NONE;
+}
+
+/* next(address) -> the number there, which is one more for who comes next */
+static PyObject *py_next(PyObject *self, PyObject *address) {
+    _Atomic u64 *at = word(address);
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(atomic_fetch_add(at, 1));
+}
+
+/* reached(address, ranks, number, ns) -> whether all have put that number, each in a line of its own, in this time */
+static PyObject *py_reached(PyObject *self, PyObject *args) {
+    unsigned long long address, ranks, number, ns;
+    if (!PyArg_ParseTuple(args, "KKKK", &address, &ranks, &number, &ns)) return NULL;
+    u64 rank = 0;
+    Py_BEGIN_ALLOW_THREADS
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    for (u64 end = (u64)t.tv_sec * 1000000000 + (u64)t.tv_nsec + ns; rank < ranks;) {
+        if (atomic_load((_Atomic u64 *)(uintptr_t)(address + rank * LINE)) >= number) {
+            rank++;
+            continue;
+        }
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        if ((u64)t.tv_sec * 1000000000 + (u64)t.tv_nsec >= end) break;
+        sched_yield();
+        for (int i = 0; i < 50; i++) relax(); /* the other thread of this core may compute */
+    }
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(rank == ranks);
+}
+
 /* ---------------------------------------------------------------- weighted sums */
 
 typedef struct {
     const u8 *in[MAX_INPUTS];
     double weights[MAX_INPUTS];
     u64 count;
-    int dtype;
+    int dtype, passes_caches;
     u8 *out;
 } Terms;
 
@@ -133,6 +186,18 @@ typedef struct {
 #define HAS_FUSED 0
 #endif
 
+/* A long result does not stay in a cache: written past it, its old numbers are not read before. */
+#define LONG_BYTES (4 << 20)
+#if defined(__x86_64__)
+#define PUT(out, s)                                                                      \
+    if (!terms->passes_caches) memcpy(out, s, sizeof s);                                 \
+    else for (u64 k = 0; k < sizeof s / 32; k++) _mm256_stream_si256((__m256i *)(out) + k, ((const __m256i_u *)s)[k])
+#define ORDER_PUTS _mm_sfence()
+#else
+#define PUT(out, s) memcpy(out, s, sizeof s)
+#define ORDER_PUTS
+#endif
+
 /* in[0] * weights[0], then the others are added, each by one rounding as torch's add(alpha=…) does */
 #define MIX(T, FMA)                                                                      \
     FUSED static void mix_##T(const Terms *terms, u64 i, u64 last) {                     \
@@ -146,7 +211,7 @@ typedef struct {
                 by = (T)terms->weights[j];                                               \
                 for (int k = 0; k < STEP; k++) s[k] = FMA(in[j][i + k], by, s[k]);       \
             }                                                                            \
-            memcpy(out + i, s, sizeof s);                                                \
+            PUT(out + i, s);                                                             \
         }                                                                                \
         for (; i < last; i++) {                                                          \
             T s = in[0][i] * (T)terms->weights[0];                                       \
@@ -161,6 +226,7 @@ static void *mix_share(void *argument) {
     const Share *share = argument;
     if (share->terms->dtype == F32) mix_float(share->terms, share->first, share->last);
     else mix_double(share->terms, share->first, share->last);
+    ORDER_PUTS;
     return NULL;
 }
 
@@ -195,6 +261,7 @@ static PyObject *py_mix(PyObject *self, PyObject *args) {
         if (!PyArg_ParseTuple(PyList_GET_ITEM(list, (Py_ssize_t)j), "Kd", &address, &terms.weights[j])) return NULL;
         terms.in[j] = (const u8 *)(uintptr_t)address;
     }
+    terms.passes_caches = elements * ELEMENT_BYTES[terms.dtype] >= LONG_BYTES && (uintptr_t)terms.out % 32 == 0;
     Py_BEGIN_ALLOW_THREADS
     mix_all(&terms, elements, threads);
     Py_END_ALLOW_THREADS
@@ -211,7 +278,8 @@ static PyObject *py_let_read(PyObject *self, PyObject *argument) {
 
 static PyMethodDef methods[] = {
     {"add", py_add, METH_VARARGS, NULL}, {"mix", py_mix, METH_VARARGS, NULL},
-    {"let_read", py_let_read, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+    {"let_read", py_let_read, METH_O, NULL}, {"put", py_put, METH_VARARGS, NULL},
+    {"next", py_next, METH_O, NULL}, {"reached", py_reached, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_peer_sum", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__peer_sum(void) { return PyModule_Create(&module); }

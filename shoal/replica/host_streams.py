@@ -48,6 +48,7 @@ class _Stream:
         self._seed = seed
         self._words = words
         self.is_drawn_from = True  # until a step shows that it is not
+        self._copy: tuple[tuple[int, ...], bytes] = (), b""
         self._stays = words is None  # it was seen to be drawn from
         self._seeded: bytes | None = None
 
@@ -56,23 +57,27 @@ class _Stream:
 
     def save(self) -> _Snapshot:
         self._seeded = None
-        return _Snapshot(self._get() if self.is_drawn_from else None, self.words_now())
+        if self.is_drawn_from:
+            return _Snapshot(self._get(), b"")
+        return _Snapshot(None, self.words_now())
+
+    def seeder(self) -> Callable[[int], None]:
+        """`seed`, of which nothing has to be remembered any more."""
+        return self._seed if self._stays else self.seed
 
     def seed(self, seed: int) -> None:
-        """Where it is drawn from."""
         self._seed(seed)
         self._seeded = None if self._stays else self.words_now()
 
     def restore(self, before: _Snapshot) -> bool:
         """Whether something has drawn from it, though it was not seeded any more."""
-        now = self.words_now()
         if before.state is None:
-            if now != before.words:
+            if is_drawn := self.words_now() != before.words:
                 self._put_words(before.words)
                 self.is_drawn_from = self._stays = True
-            return now != before.words
+            return is_drawn
         if self._seeded is not None:
-            self._stays |= now != self._seeded
+            self._stays |= self.words_now() != self._seeded
             self.is_drawn_from = self._stays
             self._seeded = None
         self._put(before.state)
@@ -95,30 +100,19 @@ class _Stream:
 
     def _mark(self) -> tuple[int, ...]:
         words = self._words
-        return () if words is None else (words[0], words[1], words[-1])
+        return () if words is None else (words[0], words[2], words[5], words[-1], words[-2])
 
     def words_now(self) -> bytes:
-        return b"" if self._words is None else bytes(self._words)
+        """Copied where they have changed: copies of all of them would empty the cache."""
+        if self._words is None:
+            return b""
+        if (mark := self._mark()) != self._copy[0]:
+            self._copy = mark, bytes(self._words)
+        return self._copy[1]
 
     def _put_words(self, words: bytes) -> None:
         assert self._words is not None
         ctypes.memmove(self._words, words, len(words))
-
-
-class _TorchStream(_Stream):
-    """torch gives the state of its generator in a microsecond."""
-
-    def __init__(self) -> None:
-        generator: Any = torch.default_generator
-        super().__init__(generator.get_state, generator.set_state, generator.manual_seed, None)
-        self._stays = False
-
-    def words_now(self) -> bytes:
-        state: torch.Tensor = self._get()
-        return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-    def _put_words(self, words: bytes) -> None:
-        self._put(torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
 
 Parked = dict[_Stream, _Parked]
@@ -150,6 +144,23 @@ def _numpy_words() -> ctypes.Array[ctypes.c_uint32] | None:
     return _words_at(generator.ctypes.state_address, [*map(int, state), int(position)])
 
 
+@cache
+def _torch_words() -> ctypes.Array[ctypes.c_uint32] | None:
+    """torch's of the CPU: seed, words left, position, words, and the second normal of a pair."""
+    generator: Any = torch.default_generator
+    state = generator.get_state()
+    numbers = [number % 2**32 for number in state.view(torch.int32).tolist()]
+    expected = [numbers[4], *numbers[6:1254:2]]
+    second = bytes(state[5024:5041].tolist())
+    for address in range(generator._cdata, generator._cdata + 512, 4):
+        if _words_at(address, expected) is not None:
+            words = (ctypes.c_uint32 * (4 + len(expected) + 6)).from_address(address - 16)
+            end = bytes(words)[-12:]
+            is_end = end[8] == second[16] and (not end[8] or end[:8] == second[:8])
+            return words if is_end and words[:3] == numbers[:3] else None
+    return None
+
+
 class HostStreams:
     """Those of Python and numpy in this process; numpy's from when it is imported."""
 
@@ -163,10 +174,13 @@ class HostStreams:
     def save(self) -> list[tuple[_Stream, _Snapshot]]:
         return [(stream, stream.save()) for stream in self._streams()]
 
+    def seeders(self) -> list[Callable[[int], None]]:
+        """What seeds the generators that are drawn from."""
+        return [stream.seeder() for stream in self._streams() if stream.is_drawn_from]
+
     def seed(self, seed: int) -> None:
-        for stream in self._streams():
-            if stream.is_drawn_from:
-                stream.seed(seed)
+        for put in self.seeders():
+            put(seed)
 
     def restore(self, saved: list[tuple[_Stream, _Snapshot]]) -> bool:
         """Whether one was drawn from, though it was not seeded any more: from now on it is."""
@@ -199,8 +213,11 @@ class HostStreams:
     def _streams(self) -> list[_Stream]:
         if not self._all:
             python = _Stream(random.getstate, random.setstate, random.seed, _python_words())
-            torchs = [_TorchStream()] if self._with_torch else []
-            self._all = self._begun(*torchs, python)
+            self._all = self._begun(python)
+            if self._with_torch:
+                generator: Any = torch.default_generator
+                get, put, seed = generator.get_state, generator.set_state, generator.manual_seed
+                self._all += self._begun(_Stream(get, put, seed, _torch_words()))
         if not self._has_numpy and "numpy" in sys.modules:
             self._has_numpy = True
             numpy: Any = sys.modules["numpy"].random

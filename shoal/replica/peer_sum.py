@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +19,77 @@ except ImportError:
 Exchange = Callable[[bytes], list[bytes]]
 _CODES = {torch.float32: 7, torch.float64: 8}  # of transport/arithmetic.h
 _ELEMENTS_OF_A_THREAD = 1 << 17
+_BLOCK_ELEMENTS = 1 << 19
+_LINE = 8  # numbers of 64 bits
+
+
+class Block(NamedTuple):
+    """A part of a bucket that one worker adds up at a time."""
+
+    bucket: int
+    where: slice
 
 
 class PeerSum:
-    """Adds up ranges of numbers that lie in the memory of each rank, in the order of ranks.
+    """Adds up what lies in the memory of each rank, in the order of ranks: whoever has time.
 
-    `table` is memory that all ranks see: before `add` each one writes, with a barrier after it,
-    where its ranges `runs` are now (`tell`).
+        [ a line of each rank: how many buckets it has told | the next block | addresses ]
+
+    `table` is memory that all ranks see. Each tells where its ranges `runs` of a bucket are now.
     """
+
+    def __init__(self, pids: Tensor, rank: int, buckets: Sequence[list[slice]], table: Tensor):
+        size = len(pids)
+        runs = [run for of_bucket in buckets for run in of_bucket]
+        self._peers = Peers(pids, rank, runs, table[(size + 1) * _LINE :])
+        self._starts = [0, *itertools.accumulate(map(len, buckets))]
+        self._flags, self._told = table.data_ptr(), 0
+        self._own, self._next = (self._flags + 8 * _LINE * each for each in (rank, size))
+        self._blocks = [
+            Block(bucket, slice(start, min(start + _BLOCK_ELEMENTS, run.stop)))
+            for bucket, of_bucket in enumerate(buckets)
+            for run in of_bucket
+            for start in range(run.start, run.stop, _BLOCK_ELEMENTS)
+        ]
+        self.add = self._peers.add
+
+    @staticmethod
+    def table_bytes(ranks: int, runs: int) -> int:
+        return 8 * (_LINE * (ranks + 1) + ranks * runs)
+
+    def tell(self, tensors: Sequence[Tensor]) -> None:
+        """Where the gradients of the next bucket are."""
+        at = self._starts[self._told]
+        own = self._peers.table[self._peers.rank, at : at + len(tensors)]
+        own.copy_(torch.tensor([tensor.data_ptr() for tensor in tensors]))
+        self._told += 1
+        _native.put(self._own, self._told)
+
+    def has(self, bucket: int, patience_ns: int) -> bool:
+        """Whether all ranks have told it, or do soon."""
+        return _native.reached(self._flags, len(self._peers.pids), bucket + 1, patience_ns)
+
+    def blocks(self) -> Iterator[Block]:
+        """Those that no other rank takes."""
+        while (number := _native.next(self._next)) < len(self._blocks):
+            yield self._blocks[number]
+
+    def begin(self) -> None:
+        """All ranks have added up, and none begins before a barrier."""
+        self._told = 0
+        _native.put(self._own, 0)
+        if self._peers.rank == 0:
+            _native.put(self._next, 0)
+
+
+class Peers:
+    """Memory of several processes, whose addresses of the ranges `runs` are in `table`."""
 
     def __init__(self, pids: Tensor, rank: int, runs: Sequence[slice], table: Tensor):
         self.rank = rank
-        self._pids = pids.reshape(-1)
+        self.pids = pids.reshape(-1)
         self._runs = torch.tensor([[run.start, run.stop] for run in runs])
-        self._table = table.view(-1, len(runs))
-        self._addresses = torch.empty_like(self._table)
-
-    def tell(self, tensors: Sequence[Tensor]) -> None:
-        self._table[self.rank] = torch.tensor([tensor.data_ptr() for tensor in tensors])
-
-    def learn(self) -> None:
-        """All ranks have told."""
-        self._addresses.copy_(self._table)
+        self.table = table.view(-1, len(runs))
 
     def add(self, where: slice, out: Tensor) -> tuple[int, int]:
         """The sums of a range; or an error number, and the rank whose memory gave it."""
@@ -46,10 +97,10 @@ class PeerSum:
         error, lost = _native.add(
             out.data_ptr(),
             _CODES[out.dtype],
-            self._pids.data_ptr(),
-            self._addresses.data_ptr(),
+            self.pids.data_ptr(),
+            self.table.data_ptr(),
             self._runs.data_ptr(),
-            len(self._pids),
+            len(self.pids),
             self.rank,
             len(self._runs),
             where.start,
@@ -86,8 +137,8 @@ def readable_peers(exchange: Exchange) -> Tensor | None:
     for other, expected in enumerate(words.tolist()):
         found = torch.zeros(1, dtype=torch.float64)
         if able:
-            of_one = PeerSum(pids[other], 1, [slice(0, 1)], addresses[other])
-            of_one.learn()
-            error, _ = of_one.add(slice(0, 1), found)
+            error, _ = Peers(pids[other], 1, [slice(0, 1)], addresses[other]).add(
+                slice(0, 1), found
+            )
             able = not error and int(found.view(torch.int64)) == expected
     return pids if all(text == b"able" for text in exchange(b"able" if able else b"-")) else None

@@ -44,6 +44,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -253,7 +254,12 @@ class RunDir:
         files.write_atomically(self._last_step, str(steps))
 
     def last_step(self) -> int | None:
-        return read_count(self._last_step)
+        """Asked before every step; hardly ever is there a file."""
+        return read_count(self._last_step) if os.path.exists(self._last_step_text) else None
+
+    @cached_property
+    def _last_step_text(self) -> str:
+        return str(self._last_step)
 
     # ------------------------------------------------------------------ reports, the secret
 

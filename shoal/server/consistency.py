@@ -200,7 +200,7 @@ class Ledger:
     @property
     def slowest(self) -> int:
         """The clock of the slowest live worker; of the fastest when none is live."""
-        return min((self.clocks[w] for w in self.live), default=max(self.clocks))
+        return min(map(self.clocks.__getitem__, self.live), default=self.fastest)
 
     @property
     def fastest(self) -> int:

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from shoal.errors import StrategyError
@@ -55,6 +55,7 @@ class Layout(NamedTuple):
         sizes = (self.replicas if axis == "dp" else getattr(self, axis) for axis in AXES)
         return list(itertools.product(*map(range, sizes)))
 
+    @cache  # noqa: B019 - few layouts, and virtual workers ask for the same one
     def lines(self, *along: str) -> list[list[int]]:
         """The ranks of every line of the grid along an axis, or of every plane along several."""
         lines: dict[tuple[int, ...], list[int]] = {}

@@ -20,7 +20,7 @@ from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_gather_bytes
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.optimizers import LooksAt, has_hooks, looks_at
-from shoal.replica.peer_sum import readable_peers
+from shoal.replica.peer_sum import PeerSum, readable_peers
 from shoal.schedules.buffer_layout import LARGE_BYTES, SHARED_BYTES, BufferLayout
 from shoal.sync import Replica
 from shoal.sync.memory import ModelSizes, SyncMemory
@@ -104,9 +104,10 @@ class PrivatePages:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """[ where the gradients of each rank are | weights ], and this rank's own view of weights."""
+    """[ where the gradients of each rank are | weights | sums ], and this rank's weights."""
 
     memory: mmap.mmap
+    weights_at: int
     pages: PrivatePages
     pids: Tensor
 
@@ -116,15 +117,16 @@ class HostMemory:
         exchange = partial(all_gather_bytes, group)
         if (pids := readable_peers(exchange)) is None:
             return None
-        start = mmap.PAGESIZE + whole_pages(8 * group.size * len(flat.grads.runs()))
-        num_bytes = start + whole_pages(flat.data.nbytes)
+        table_bytes = PeerSum.table_bytes(group.size, len(flat.grads.runs()))
+        start, length = mmap.PAGESIZE + whole_pages(table_bytes), whole_pages(flat.data.nbytes)
+        num_bytes = start + 2 * length
         fd = memfd.share(exchange, group.rank, num_bytes, memfd.new_generation())
         if fd is None:
             return None
         try:
             with suppress(OSError):
-                pages = PrivatePages(fd, start, num_bytes - start)
-                return cls(memfd.map_all(fd, num_bytes), pages, pids)
+                pages = PrivatePages(fd, start, length)
+                return cls(memfd.map_all(fd, num_bytes), start, pages, pids)
         finally:
             os.close(fd)
         return None

@@ -1,8 +1,8 @@
 """One copy of the weights a host, which each of its workers updates a slice of.
 
     backward   leaves each worker's gradients where they are, and tells where that is
-    barrier    all gradients are there, and no worker reads weights any more
-    sum        worker r reads slice r of the gradients of all and adds them up
+    sum        a worker that is done adds up blocks of what all have told, until none is left
+    barrier    all sums are there, and no worker reads weights any more
     hosts      several of them: slice r is all-reduced among the workers r of all hosts
     update     of slice r of the weights, with an optimizer of that slice: 1/n of state and time
     barrier    all weights are new; nothing is gathered
@@ -20,6 +20,7 @@ pages are given back, so that the worker sees the host's weights again.
 from __future__ import annotations
 
 import copy
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,10 +36,13 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.peer_sum import PeerSum
 from shoal.replica.split.shard import ReplicaGradNorm, ReplicaShard
+from shoal.runtime.memory_limit import cores
 from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.replica_mean import averaged
 from shoal.sync.shared_host import HostGroup, HostMemory, share, slices_of
+
+_PATIENCE_NS = 20_000_000  # of a worker that has nothing to compute, on cores of its own
 
 
 class Piece(NamedTuple):
@@ -86,19 +90,25 @@ class SharedWeights(Sync):
         self.group = host.local.counted(self.traffic)
         self._across = host.across and host.across.counted(self.traffic)
         self._pages = shared.pages
-        runs = flat.grads.runs()
-        memory, weights_at = shared.memory, len(shared.memory) - len(shared.pages.memory)
-        table = torch.frombuffer(
-            memory, dtype=torch.int64, count=self.group.size * len(runs), offset=mmap.PAGESIZE
-        )
-        self._peers = PeerSum(shared.pids, self.group.rank, runs, table)
+        memory, weights_at = shared.memory, shared.weights_at
         self._weights = _numbers(memory, flat, weights_at)
+        self._sums = _numbers(memory, flat, weights_at + len(shared.pages.memory))
+        runs = iter(flat.grads.runs())
+        in_buckets = [
+            list(itertools.islice(runs, len(flat.grads.tensors[b.start])))
+            for b in flat.grads.buckets
+        ]
+        count = PeerSum.table_bytes(self.group.size, sum(map(len, in_buckets))) // 8
+        table = torch.frombuffer(memory, dtype=torch.int64, count=count, offset=mmap.PAGESIZE)
+        self._peers = PeerSum(shared.pids, self.group.rank, in_buckets, table)
+        is_crowded = self.group.size * torch.get_num_threads() > cores()
+        self._patience_ns = 0 if is_crowded else _PATIENCE_NS
         if self.group.rank == 0:
             self._weights.copy_(flat.data)
         self.group.barrier().wait()
         flat.move_to(_numbers(shared.pages.memory, flat, 0))
         self._slice = slices_of(flat, self.group.size)[self.group.rank]
-        self._sum = torch.zeros(self._slice.stop - self._slice.start, dtype=flat.dtype)
+        self._sum = self._sums[self._slice]
         self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
         self._pieces = list(_pieces_of(flat, self._weights, self._slice))
         self._by_parameter = {id(flat.params[p.number]): p.parameter for p in self._pieces}
@@ -152,14 +162,21 @@ class SharedWeights(Sync):
             self._pages.give_back()
         self.flat.zero_grad()
 
+    def reduce(self, bucket: slice) -> None:
+        self._peers.tell(self.flat.grads.tensors[bucket.start])
+
     def collect(self) -> None:
         """The gradients of this slice, over all ranks; then a script's own values count."""
-        grads = self.flat.grads
-        self._peers.tell([each for bucket in grads.buckets for each in grads.tensors[bucket.start]])
+        self._was_written = self._pages.are_written()  # while others still compute
+        all_have_told = self.group.barrier()
+        for bucket, where in self._peers.blocks():
+            if not self._peers.has(bucket, self._patience_ns):
+                all_have_told.wait()
+            self._add_up(where)
+        all_have_told.wait()
         self.group.barrier().wait()
-        self._peers.learn()
-        self._add_up(slice(0, self.flat.header_size), self._head)
-        self._add_up(self._slice, self._sum)
+        self._peers.begin()
+        self._head.copy_(self._sums[: self.flat.header_size])
         if self._across is not None:
             for work in [self._across.all_reduce(each) for each in (self._head, self._sum)]:
                 work.wait()
@@ -168,14 +185,13 @@ class SharedWeights(Sync):
             start = self._slice.start
             grad = self._sum[where.start - start : where.stop - start]
             parameter.grad = grad if has_gradient[index] > 0 else None
-        self._was_written = self._pages.are_written()
         if self._was_written:
             self._weights[self._slice].copy_(self.flat.data[self._slice])
         self.traffic.steps += 1
         self.traffic.total += self._sum.nbytes * (self.group.size - 1)
 
-    def _add_up(self, where: slice, into: Tensor) -> None:
-        error, lost = self._peers.add(where, into)
+    def _add_up(self, where: slice) -> None:
+        error, lost = self._peers.add(where, self._sums[where])
         if error:
             self.group.barrier().wait()  # it names a worker that was lost
             raise ShoalError(
@@ -270,7 +286,8 @@ class SharedWeights(Sync):
 
     def elsewhere(self) -> list[Tensor]:
         own, weights = self._slice, self.flat.data
-        return [weights[: own.start], weights[own.stop :], self._weights]
+        sums = [self._sums[: own.start], self._sums[own.stop :]]
+        return [weights[: own.start], weights[own.stop :], self._weights, *sums]
 
     def report(self) -> dict[str, Any]:
         return {**self.about, **self.traffic.report()}

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.comm.executors.shared_memory import LightWork
 from shoal.comm.group import Group, Op
+from shoal.comm.work_queue import WorkQueue
 from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.schedules.collectives.catalog import algorithms, kinds
 from shoal.transport.shm.messages import ShmTransport
@@ -52,6 +57,52 @@ def test_a_message_passes_a_collective_that_is_begun() -> None:
         return float(data + note[-1])
 
     assert on_shm_threads(2, work) == [2.0, 7.0]
+
+
+def test_light_sums_and_what_follows_them_end_in_the_order_of_the_calls() -> None:
+    """The first one is begun beside the queue, which takes it over when it is asked for more."""
+
+    def work(group: Group) -> tuple[list[int], list[float]]:
+        first, second, root = torch.ones(1), torch.ones(3), torch.full((1,), float(group.rank))
+        works: list[Any] = [group.all_reduce(first), group.all_reduce(second)]
+        assert [isinstance(each, LightWork) for each in works] == [True, False]
+        works.append(group.broadcast(root, 1))
+        ended: list[int] = []
+        for number, each in enumerate(works):
+            each.when_done(partial(ended.append, number))
+        for each in reversed(works):
+            each.wait()
+        return ended, [float(first), float(second.sum()), float(root)]
+
+    assert on_shm_threads(2, work) == [([0, 1, 2], [2.0, 6.0, 1.0])] * 2
+
+
+def test_light_sums_that_nobody_waits_for_and_those_that_other_threads_wait_for() -> None:
+    def work(group: Group) -> list[float]:
+        dropped, waited, called = (torch.ones(1) for _ in range(3))
+        group.all_reduce(dropped)
+        other = threading.Thread(target=group.all_reduce(waited).wait)
+        other.start()
+        other.join()
+        done = threading.Event()
+        group.all_reduce(called).when_done(done.set)  # type: ignore[attr-defined]
+        assert done.wait(60)
+        return [float(dropped), float(waited), float(called)]
+
+    assert on_shm_threads(2, work) == [[2.0, 2.0, 2.0]] * 2
+
+
+def test_a_group_that_has_had_light_sums_is_freed() -> None:
+    queues: list[weakref.ref[WorkQueue]] = []
+
+    def work(group: Group) -> None:
+        group.all_reduce(torch.ones(1)).wait()
+        group.all_reduce(torch.ones(1))
+        queues.append(weakref.ref(memory_of(group).queue))
+
+    on_shm_threads(2, work)
+    gc.collect()
+    assert [ref() for ref in queues] == [None, None]
 
 
 def test_a_message_of_another_size_is_refused() -> None:

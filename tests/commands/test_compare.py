@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.predict import groups_of
-from shoal.commands.compare import RunFaults, _rates, alternating, strategies_of, target_loss_of
+from shoal.commands.compare import RunFaults, _rates, alternating
+from shoal.commands.compared import strategies_of, target_loss_of
 from shoal.errors import BadInput
 from shoal.observe import comparison
 from shoal.observe.comparison import ComparedRun, RunOutcome, speed_ups, steps_per_s

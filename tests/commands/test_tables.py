@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks import collectives as bench
 from shoal.commands import output
-from shoal.commands.compare import WAYS_TO_WAIT, result_table, speed_table
+from shoal.commands.compared import WAYS_TO_WAIT, result_table, speed_table
 from shoal.commands.memory import COLUMNS, FURTHER
 from shoal.commands.memory import _tables as memory_tables
 from shoal.observe.comparison import RunOutcome

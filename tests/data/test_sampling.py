@@ -13,14 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from shoal.data import Batch
-from shoal.data.sample_seeds import SeededSamples, seeded
+from shoal.data.sample_seeds import SeededSamples, mix_each, seeded
 from shoal.data.sampling import (
     BatchOptions,
     BatchSplit,
     DatasetBatches,
+    collated,
     mix,
     permutation,
     round_robin,
@@ -81,6 +82,30 @@ def test_mix_gives_other_seeds_for_other_numbers() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     assert len({mix(1), mix(1, 0), mix(0, 1), mix(1, 0, 0), mix()}) == 5
+
+
+def test_seeds_of_many_samples_are_those_of_each() -> None:
+    indices = [0, 1, 77, 2**40]
+    assert mix_each(mix(3), indices) == [mix(mix(3), index) for index in indices]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (torch.tensor([1.0 * i]), i),
+        lambda i: (i, 0.5 * i, i > 1, "a", {"k": i}),
+        lambda i: (2.5 - i, {"k": (i,)}),
+        lambda i: (i if i else 2.5,),
+        lambda i: Pair(i, i),
+        lambda i: [i, torch.ones(1)],
+        lambda i: i,
+    ],
+)
+def test_samples_are_collated_as_torch_does(sample: Callable[[int], Any]) -> None:
+    samples = [sample(i) for i in range(3)]
+    found, expected = collated(samples), default_collate(samples)
+    assert str(found) == str(expected)
+    assert [t.dtype for t in tensors_of(found)] == [t.dtype for t in tensors_of(expected)]
 
 
 def test_mix_spreads_small_numbers_over_all_bits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -363,6 +364,20 @@ def test_what_has_no_contention_takes_what_is_predicted(
     question = (MODEL, load_cluster(cluster), strategy, workers, PlanSettings(batch))
     simulated_s = simulate_strategy(*question).step_s
     assert simulated_s == pytest.approx(predict(*question).step_s, rel=near)
+
+
+def test_few_slow_hops_of_a_ring_delay_a_piece_once_a_turn() -> None:
+    """Four sites, 25 ms apart, of 32 nodes each: the other 124 hops take microseconds."""
+    cluster = replace(
+        load_cluster("dgx-h100"),
+        nodes=128,
+        nodes_per_rack=32,
+        oversubscription=100,
+        uplink_alpha_s=0.025,
+    )
+    question = (MODEL, cluster, "localsgd(every=2)", 1024, PlanSettings(1024))
+    simulated_s = simulate_strategy(*question).step_s
+    assert simulated_s == pytest.approx(predict(*question).step_s, rel=0.1)
 
 
 @pytest.mark.parametrize("strategy", ["zero(3)", "gossip", "ps(staleness=1)", "localsgd(every=2)"])

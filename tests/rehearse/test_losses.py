@@ -189,6 +189,13 @@ def test_an_exact_run_keeps_its_bits_when_servers_are_lost() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("strategy", ["ps(quorum=0.75)", "ps(quorum=0.75, replicas=2)"])
+def test_servers_do_not_wait_for_the_connections_of_a_worker_that_has_exited(strategy: str) -> None:
+    found = lossy(strategy, "1@4", workers=2)
+    assert finished(found) == [0]
+    assert found.seconds < 0.5  # virtual: a connection that is only broken has 3 s
+
+
 def test_a_shard_is_lost_with_its_last_copy() -> None:
     with pytest.raises(ShoalError, match="all 2 replicas of shard 0 are lost, and its weights"):
         lossy(COPIED[0], "server:0@4", "server:1@4")

@@ -119,4 +119,4 @@ def test_phases_of_a_named_algorithm_move_all_of_its_bytes(algorithm: str) -> No
 
 
 def test_phases_of_one_rank_are_none() -> None:
-    assert phases_of("all_reduce", [3], 100, 8) == []
+    assert phases_of("all_reduce", (3,), 100, (8,)) == []

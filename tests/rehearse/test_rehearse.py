@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from shoal.errors import BadInput
 from shoal.plan.simulator.step_tasks import Unevenness
@@ -24,12 +25,14 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 DATA = samples(48)
 
 
-def training(epochs: int = 2, **options: Any) -> Train:
+def training(
+    epochs: int = 2, data: TensorDataset = DATA, batch_size: int = 16, **options: Any
+) -> Train:
     """A training function that returns its weights."""
 
     def train(job: Job) -> torch.Tensor:
         step = job.step(mlp(), F.cross_entropy, optimizer=SGD, **options)
-        for batch in job.batches(DATA, batch_size=16, epochs=epochs):
+        for batch in job.batches(data, batch_size=batch_size, epochs=epochs):
             job.log(loss=step(batch))
         return step.flat.data.clone()
 
@@ -61,17 +64,21 @@ def test_synchronous_strategies_equal_one_device(strategy: str, workers: int) ->
 @pytest.mark.whole
 @pytest.mark.parametrize("strategy", ["ddp", "ps", "zero(1)", "ddp + pp(2)"])
 def test_sixty_four_workers_equal_one_device(strategy: str) -> None:
-    """More than there are samples in a batch."""
-    assert losses_of(strategy, 64) == pytest.approx(losses_of("single", 1), rel=1e-4)
+    train = training(data=samples(192), batch_size=96)
+    losses = [
+        rehearsed(train, one, workers).reports[0]["losses"]
+        for one, workers in ((strategy, 64), ("single", 1))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", 'ps(placement="rank0")', "zero(1)"])
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, 4, pytest.param(64, marks=pytest.mark.whole)])
 def test_exact_has_the_bits_of_a_real_run(world: World, strategy: str, workers: int) -> None:
-    options = {"exact": True, "microbatches": 4}
-    real = after_training(
-        world, workers, strategy, weights_of, data=DATA, epochs=2, steps=None, **options
-    )
+    data, batch = (samples(128), 64) if workers == 64 else (DATA, 16)
+    options: dict[str, Any] = {"exact": True, "microbatches": max(4, workers)}
+    options |= {"data": data, "batch_size": batch}
+    real = after_training(world, workers, strategy, weights_of, epochs=2, steps=None, **options)
     virtual = rehearsed(training(**options), strategy, workers, seed=3).results
     for one, other in zip(real, virtual, strict=True):
         assert torch.equal(one, other)

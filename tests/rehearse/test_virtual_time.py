@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.rehearse.random_state import RandomState
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
-from shoal.runtime.waits import Backoff
+from shoal.runtime.waits import Backoff, Periodic
 from tests.rehearse.worlds import in_virtual_time
 
 
@@ -99,6 +99,19 @@ def test_what_polls_polls_in_virtual_time() -> None:
         for _ in range(4):
             pause()
         assert time.now_s == 1.0 + 2.0 + 4.0 + 4.0
+
+    in_virtual_time(body)
+
+
+def test_what_acts_periodically_may_end_before_it_has_started() -> None:
+    def body(time: VirtualTime) -> None:
+        acted: list[float] = []
+        never = Periodic("watch", 1.0, lambda: acted.append(time.now_s))
+        never.close(5.0)
+        never.start()  # it sees that it is over
+        with Periodic("other", 1.0, lambda: acted.append(time.now_s)):
+            clock.sleep(2.5)
+        assert acted == [1.0, 2.0]
 
     in_virtual_time(body)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shoal.replica.host_streams import HostStreams
 
@@ -72,3 +73,25 @@ def test_a_stream_that_is_known_to_be_drawn_from_is_not_read_when_it_is_seeded(
     monkeypatch.setattr(drawn, "words_now", None)
     streams.seed(7)
     assert draw("python") == [random.Random(7).random()]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(()),
+        lambda: torch.randn(()),
+        lambda: torch.rand(624),
+        lambda: torch.randperm(5),
+        lambda: torch.manual_seed(8),
+    ],
+)
+def test_torch_draws_change_words_in_memory_and_can_be_undone(draw: Any) -> None:
+    torch.manual_seed(7)
+    torch.randn(())  # its second half comes next
+    (stream,) = HostStreams(with_torch=True, is_drawn_from=False)._streams()[1:2]
+    state = torch.get_rng_state()
+    before = stream.save()
+    draw()
+    assert before.state is None and stream.restore(before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.initial_seed() == 7

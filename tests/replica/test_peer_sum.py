@@ -11,7 +11,7 @@ SHARES = [0.1, 0.37, 0.2, 0.3, 0.03]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 31, 33, 300_007])
+@pytest.mark.parametrize("size", [1, 31, 33, 300_007, 1_100_007])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_weighted_sum_in_one_pass_has_the_bits_of_torch(
     dtype: torch.dtype, size: int, count: int

@@ -70,6 +70,22 @@ def test_a_part_of_a_model_is_clipped_by_the_norm_of_the_whole(count: int) -> No
         torch.testing.assert_close(moved[moved != 0], torch.full((20,), -2.0 * 4.0 / 40.0))
 
 
+def test_a_norm_whose_answer_was_lost_is_sent_again_and_counts_once() -> None:
+    """Seed 1280 of the runs with faults."""
+    with servers() as found:
+        client = client_of(found, 0, Rule(1), clip_norm=4.0, norm_from_workers=True)
+
+        def tell() -> None:
+            client.norms()
+            client.set_norm(40.0)
+            client.set_norm(1.0)
+
+        client.commit(*fill(client, 2.0), tell)
+        client.set_norm(1.0)
+        moved = weights(client, version=1)
+        torch.testing.assert_close(moved[moved != 0], torch.full((20,), -2.0 * 4.0 / 40.0))
+
+
 def test_a_norm_that_no_step_waits_for_is_refused() -> None:
     with servers() as found:
         client = client_of(found, 0, Rule(1), clip_norm=4.0, norm_from_workers=True)

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from shoal.runtime.checkpoint_folders import removals
 from shoal.train.callbacks import Callback
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from tests.checkpoints import file_of, manifest_of, start, write_manifest
+from tests.checkpoints import manifest_of, start
 from tests.conftest import World
 from tests.jobs import after_training, job_of
 from tests.models import mlp, samples
@@ -32,9 +31,9 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate = threading.Event()
     write_tensors = files.write_tensors
 
-    def wait_and_write(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
+    def wait_and_write(*args: Any) -> dict[str, Any]:
         assert gate.wait(60)
-        return write_tensors(tensors, file)
+        return write_tensors(*args)
 
     monkeypatch.setattr(files, "write_tensors", wait_and_write)
     yield gate
@@ -47,10 +46,10 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     is_full = threading.Event()
     write_tensors = files.write_tensors
 
-    def write_or_fail(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
+    def write_or_fail(*args: Any) -> dict[str, Any]:
         if is_full.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_tensors(tensors, file)
+        return write_tensors(*args)
 
     monkeypatch.setattr(files, "write_tensors", write_or_fail)
     return is_full
@@ -230,25 +229,21 @@ def test_callbacks_hear_of_it_when_it_is_complete(tmp_path: Path) -> None:
     assert heard == [(1, str(tmp_path / "a"), 1), (2, str(tmp_path / "b"), 2)]
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_files_of_earlier_versions_are_read(tmp_path: Path, version: int) -> None:
-    """They have one SHA-256 from end to end, or BLAKE2 of chunks."""
+@pytest.mark.parametrize("wait", [True, False])
+def test_only_a_save_in_the_background_copies_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
     job, step = start()
     train(job, step, 1)
-    job.save(tmp_path)
-    document = manifest_of(tmp_path)
-    document["format"] = f"shoal checkpoint {version}"
-    for part, entry in document["files"].items():
-        del entry["xxh3"]
-        content = file_of(tmp_path, part).read_bytes()
-        if version == 2:
-            entry["sha256"] = sha256(content).hexdigest()
-        else:  # both are smaller than a chunk
-            chunk = blake2b(content, digest_size=32).digest()
-            entry["blake2b"] = blake2b(chunk, digest_size=32).hexdigest()
-    write_manifest(tmp_path, document)
-    job.load(tmp_path)
-    file = file_of(tmp_path, "model")
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="has changed"):
-        job.load(tmp_path)
+    addresses = {tensor.data_ptr() for tensor in step.model.parameters()}
+    written = []
+    write_tensors = files.write_tensors
+
+    def note(tensors: dict[str, Tensor], *args: Any) -> dict[str, Any]:
+        written.extend(tensor.data_ptr() in addresses for tensor in tensors.values())
+        return write_tensors(tensors, *args)
+
+    monkeypatch.setattr(files, "write_tensors", note)
+    job.save(tmp_path, wait=wait)
+    job.checkpoints.finish()
+    assert sum(written) == (len(addresses) if wait else 0)

@@ -286,7 +286,7 @@ def test_what_a_killed_save_leaves_is_removed_by_the_next(tmp_path: Path, place:
 def test_a_failed_save_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    def fail(tensors: dict[str, Tensor], file: Path) -> None:
+    def fail(tensors: dict[str, Tensor], file: Path, refuses_nan: bool) -> None:
         file.write_bytes(b"half")
         raise kind("no space left")
 

@@ -10,6 +10,7 @@ Results of a reduction are the same bits on every rank: contributions go in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,14 @@ class NativeWork(QueuedWork):
         if self._after is not None:
             self._after()
         self._keep = self._after = None
+
+
+class LightWork(_shm.LightWork if is_built() else object):  # type: ignore[misc]
+    """An all-reduce that a lane has begun, beside the queue; see `light_lane` of `_shm`."""
+
+    __slots__ = ()
+    poll, when_done = QueuedWork.poll, QueuedWork.when_done
+    add, call_back, times = QueuedWork.add, QueuedWork.call_back, QueuedWork.times
 
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
@@ -164,7 +173,17 @@ class SharedMemory(Executor):
 
         if sent is not None:
             return {"all_reduce": short_all_reduce}
-        return {"all_reduce": short_all_reduce, "broadcast": short_broadcast}
+        return {"all_reduce": self._lane(short_all_reduce), "broadcast": short_broadcast}
+
+    def _lane(self, otherwise: Shortcut) -> Shortcut:
+        """Sums in place that are light, and begun while the queue is idle, natively."""
+        if self.queue.take_light is not None:  # one lane a queue
+            return otherwise
+        lane = self.queue.light_lane(
+            partial(_shm.lane, self.segment, self.segment.handle), DTYPE_CODES, LightWork, otherwise
+        )
+        all_reduce: Shortcut = lane.all_reduce
+        return all_reduce
 
     def submit(self, call: Call) -> QueuedWork:
         kind, data, out, op, root, _, _, timeout_s = call

@@ -247,7 +247,7 @@ def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Seque
     torch: Any = sys.modules["torch"]
     threads, _, _ = env.get("OMP_NUM_THREADS", "").partition(",")
     has_read = all(env.get(name) == before.get(name) for name in _THREADS)  # when it was loaded
-    # in any case, here: torch makes its pool anew, and two threads of autograd may not both do so
+    # in any case, here: torch makes its pool again, and two threads of autograd may not both do so
     number = int(threads) if not has_read and threads.isdigit() else torch.get_num_threads()
     torch.set_num_threads(number)
     torch.default_generator.seed()  # by chance; `random` sees to it itself

@@ -139,7 +139,7 @@ class Symmetry:
         self.begin()
 
     def begin(self) -> None:
-        """Tasks are laid out anew."""
+        """The next layout of tasks begins."""
         self._now: dict[Hashable, Any] = {}
         self._sums = np.zeros(self.devices, np.uint64)
         self._bases: dict[Hashable, int] = {}  # of each space, the number of its first class

@@ -180,12 +180,26 @@ class Collectives:
         size = ranks.shape[1]
         if size == 1:
             return begin
+        key, (src, dst) = (
+            (name, int(ranks[0, 0])),
+            (ranks.ravel(), np.roll(ranks, -1, axis=1).ravel()),
+        )
+        pace = self.alike.known(("pace", key), lambda: self._pace(src, dst, ranks.shape))
         steps = trips * (size - 1)
         kind = "all_reduce" if trips == 2 else "reduce_scatter or all_gather"
         detail, sent_bytes = f"{kind} ring {round(num_bytes)} bytes", steps / size * num_bytes
-        sent = Task(0, "reduce", "comm", detail, num_bytes=sent_bytes, repeats=steps)
-        src, dst = ranks.ravel(), np.roll(ranks, -1, axis=1).ravel()
-        return self._follow((name, int(ranks[0, 0])), [(src, dst, np.ones(src.size))], sent, begin)
+        sent = Task(0, "reduce", "comm", detail, num_bytes=sent_bytes, repeats=steps * pace)
+        return self._follow(key, [(src, dst, np.ones(src.size))], sent, begin)
+
+    def _pace(self, src: Longs, dst: Longs, shape: tuple[int, ...]) -> float:
+        """Of the longest alpha of rings, how much a round takes.
+
+        A piece takes the alphas of all hops of its ring one after the other, so the few hops
+        between racks or sites delay it once a turn, not once a round.
+        """
+        alphas_s = self.alike.routes.ways(src, dst).alphas_s.reshape(shape)
+        longest_s = float(alphas_s.max())
+        return float(alphas_s.mean(axis=1).max()) / longest_s if longest_s else 1.0
 
     def trees(self, ranks: Longs, num_bytes: float, after: Sequence[int]) -> int:
         """An all-reduce up and down two binary trees over nodes, as streams.

@@ -12,6 +12,7 @@ from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
 
 _OF_TTL = 0.9  # clocks run at rates that differ by less
+FOUNDING_S = 30.0  # founders that have not come by then are left out
 
 
 class ReadLease:
@@ -61,9 +62,9 @@ class ReadLease:
         """Whether a member in this epoch may answer what it has read before `now_s`."""
         return now_s < self._until_s and self._after_epoch is not None and epoch > self._after_epoch
 
-    def is_settled(self, now_s: float) -> bool:
+    def is_settled(self, now_s: float, for_s: float = 0.0) -> bool:
         """Whether others have had time to get a lease, too, if all had lost theirs."""
-        return now_s >= self._settled_s
+        return now_s >= self._settled_s + for_s
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -87,7 +88,8 @@ class ChainManager:
     Members whose lease has ended are removed by the first member that is alive. A tail that has
     asked for one more member repeats that until some later epoch is known. Where two neighbours are
     alive and do not reach each other, one leaves: it gives up its lease first, so it answers no
-    read alone, and comes back behind the tail. `founders` make up the first configuration.
+    read alone, and comes back behind the tail. `founders` make up the first configuration; those
+    that do not come become members later, as others that have no state.
     """
 
     def __init__(self, node: ChainNode, founders: tuple[int, ...], lease: ReadLease | None = None):
@@ -143,7 +145,7 @@ class ChainManager:
         """The configuration that should follow, if it is for this copy to ask for it."""
         config = self.node.config
         if config.epoch == 0:
-            return self._first()
+            return self._first(now_s)
         if not self.node.is_member:
             return None
         alive = [m for m in config.members if self._is_alive(config, m)]
@@ -157,13 +159,14 @@ class ChainManager:
             return config.without({self.node.me})
         return config.without() if self.lease.needs_epoch(config.epoch) else None
 
-    def _first(self) -> ChainConfig | None:
-        alive = self._alive or {}
-        node = self.node
-        is_first = node.me == min(self._founders) and alive.get(node.me) == node.incarnation
-        if not is_first or not set(self._founders) <= alive.keys():
+    def _first(self, now_s: float) -> ChainConfig | None:
+        """Of all founders, or of those that are alive where others were lost before."""
+        alive, node = self._alive or {}, self.node
+        there = tuple(m for m in self._founders if m in alive)
+        is_complete = there == self._founders or self.lease.is_settled(now_s, FOUNDING_S)
+        if there[:1] != (node.me,) or alive[node.me] != node.incarnation or not is_complete:
             return None
-        return ChainConfig(1, self._founders, tuple(alive[m] for m in self._founders))
+        return ChainConfig(1, there, tuple(alive[m] for m in there))
 
     def _is_alive(self, config: ChainConfig, member: int) -> bool:
         alive = self._alive or {}

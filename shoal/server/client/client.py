@@ -307,7 +307,8 @@ class Client:
 
     def set_norm(self, value: float) -> None:
         """The norm of the gradient over all shards of the replica."""
-        self.request(self.links[0], FrameKind.TOTAL_NORM, Scalar(value))
+        request = Request(FrameKind.TOTAL_NORM, encode(Scalar(value)), sequence=self.sequence)
+        self.links[0].call("control", request)
 
     # ------------------------------------------------------------------ pulling
 

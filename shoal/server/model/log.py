@@ -198,10 +198,13 @@ class Log:
     def awaits_total(self) -> bool:
         return self._norms is not None and self._total is None
 
-    def set_total(self, value: float) -> None:
-        """The norm over all shards has arrived."""
+    def set_total(self, value: float, push: tuple[int, int] = (0, 0)) -> None:
+        """The norm over all shards has arrived, from a worker after its push with this number."""
+        worker, sequence = push
         with self._lock:
             if not self.awaits_total:
+                if 0 < sequence <= self._state.decided.get(worker, 0):
+                    return  # its answer was lost, and it is sent again
                 raise Refused("TOTAL_NORM arrives, but no step waits for it")
             self._total = value
             self._lock.notify_all()

@@ -19,7 +19,7 @@ from shoal.server.model.shard import PushBuffer
 from shoal.server.shared_memory import WorkerSegment
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
-_POLL_S = 0.1  # how often to look for workers that exited before they joined
+POLL_S = 0.1  # how often to look for workers that have exited
 
 
 class ModelFailure(Exception):
@@ -81,7 +81,7 @@ class Member:
 class Membership:
     """Joins, departures and barriers, under the model's lock.
 
-    `has_exited(worker)` tells whether a worker that has not joined never will.
+    `has_exited(worker)` tells whether a worker that is not connected never will be.
     `on_departure(worker)` is called under the lock when a worker has left or was lost.
     `on_loss(worker, reason)` is called under the lock when a worker that others wait for is
     gone; it leads to `record_loss`, at once or later.
@@ -171,7 +171,6 @@ class Membership:
             if number not in self.lowest_at:
                 self.open_barriers.setdefault(number, generations)
             self._complete_barriers()
-            self.lock.notify_all()
 
     def fail(self, failure: ModelFailure) -> None:
         """The first failure stays; every wait ends with it."""
@@ -220,11 +219,19 @@ class Membership:
     ) -> int:
         """Wait until every live worker that takes part has reached it; the lowest of them."""
 
+        late = -1
+
         def missing() -> list[int]:
             return self._missing(number, generations)
 
+        def is_reached() -> bool:
+            nonlocal late
+            if not self._is_awaited(late, number, generations):  # else it needs no look at all
+                late = next(iter(missing()), -1)
+            return late < 0
+
         with self.lock:
-            self.wait(worker, lambda: not missing(), missing, "a barrier")
+            self.wait(worker, is_reached, missing, "a barrier")
             self.check()
             present = self._present(number, generations)
             return self.lowest_at.get(number, min(present, default=worker))
@@ -261,15 +268,17 @@ class Membership:
             comes_back = member is not None and member.comes_back
             return worker in self.departed and not comes_back
 
+        is_displaced = self._displaced_here()
+
         def is_decided() -> bool:
             is_stopped = self.failure is not None or has_left() or is_former()
-            return is_stopped or self._is_displaced() or ready()
+            return is_stopped or is_displaced() or ready()
 
         while not self.lock.wait_for(is_decided, self._poll_s()):
             self.lose_absent()
         if is_former():
             raise ModelFailure(f"worker {worker} was started again")
-        if self._is_displaced():
+        if is_displaced():
             raise ModelFailure(f"worker {worker} has opened another connection")
         if not ready():
             self.check()
@@ -277,9 +286,10 @@ class Membership:
 
     def wait_over(self) -> None:
         """Wait until every worker has departed, or the model has failed."""
+        is_displaced = self._displaced_here()
 
         def is_decided() -> bool:
-            return self.is_over or self.failure is not None or self._is_displaced()
+            return self.is_over or self.failure is not None or is_displaced()
 
         with self.lock:
             while not self.lock.wait_for(is_decided, self._poll_s()):
@@ -314,9 +324,21 @@ class Membership:
 
     def _missing(self, number: int, generations: Sequence[int] | None) -> list[int]:
         """Those of them that have not reached it."""
-        members = self.members
-        present = self._present(number, generations)
-        return sorted(w for w in present if w not in members or members[w].barriers < number)
+        workers = range(self._rule.workers)
+        return [w for w in workers if self._is_awaited(w, number, generations)]
+
+    def _is_awaited(self, worker: int, number: int, generations: Sequence[int] | None) -> bool:
+        member = self.members.get(worker)
+        if worker < 0 or worker in self.departed:
+            return False
+        if member is None:
+            return generations is None
+        if member.barriers >= number:
+            return False
+        if generations is None:
+            return not member.is_late or number > _START_BARRIERS
+        named = generations[worker : worker + 1]
+        return list(named) == [generation_of(member.incarnation)]
 
     def _complete_barriers(self) -> None:
         """Fix the lowest survivor of each barrier that all live workers have reached."""
@@ -325,10 +347,13 @@ class Membership:
                 self.lowest_at[number] = min(self._present(number, generations), default=0)
                 self.lowest_at.pop(number - 2, None)
                 del self.open_barriers[number]
+                self.lock.notify_all()
 
-    def _is_displaced(self) -> bool:
-        return threading.get_ident() in self.displaced
+    def _displaced_here(self) -> Callable[[], bool]:
+        """Whether the connection of this thread was replaced; another one may ask it."""
+        thread = threading.get_ident()
+        return lambda: thread in self.displaced
 
     def _poll_s(self) -> float | None:
         """A worker that exits before it joins wakes no thread: look for it from time to time."""
-        return _POLL_S if self.has_exited is not None and self._absent() else None
+        return POLL_S if self.has_exited is not None and self._absent() else None

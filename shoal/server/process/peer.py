@@ -1,7 +1,8 @@
 """One connection of one worker, or of another server: checks each frame, and calls its handler.
 
 A worker has one connection per channel. When a TCP connection breaks, the worker opens another
-one; the server gives up the worker if it does not. A broken Unix socket is the end of a process.
+one; the server gives up the worker if it does not, or has exited. A broken Unix socket is the end
+of a process, unless servers have replicas.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shoal.protocol.handshake import RECONNECT_S
 from shoal.runtime import clock
 from shoal.server.member.operations import Operation, Payload
 from shoal.server.member.place import Elsewhere
-from shoal.server.model.membership import ActiveConnection, Member, ModelFailure
+from shoal.server.model.membership import POLL_S, ActiveConnection, Member, ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.tables import TableReader
 from shoal.server.process.model_host import ModelHost
@@ -219,14 +220,15 @@ class Peer:
             if not is_broken or (self.connection.is_unix and not self.host.in_chain):
                 return False
             self.connection.abort()
-            model.lock.wait_for(
-                lambda: (
-                    membership.failure is not None
-                    or self.worker in membership.departed
-                    or self.channel in channels
-                ),
-                RECONNECT_S,
-            )
+            until_s = clock.monotonic() + RECONNECT_S
+
+            def is_decided() -> bool:
+                is_over = membership.failure is not None or self.worker in membership.departed
+                return is_over or self.channel in channels or clock.monotonic() >= until_s
+
+            while not model.lock.wait_for(is_decided, POLL_S):
+                if membership.has_exited is not None and membership.has_exited(self.worker):
+                    break
             return self.channel in channels
 
     def run(self) -> None:

@@ -112,7 +112,7 @@ def total_norm(peer: Peer, header: Header, request: messages.Scalar) -> None:
     if peer.model.in_chain:
         peer.model.close_with(peer.worker, request.value)
     else:
-        peer.model.log.set_total(request.value)
+        peer.model.log.set_total(request.value, (peer.worker, header.sequence))
     peer.reply()
 
 

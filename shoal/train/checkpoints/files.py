@@ -36,11 +36,10 @@ from shoal.runtime.checkpoint_folders import (
 )
 from shoal.runtime.decoders import convert
 from shoal.runtime.files import open_file
-from shoal.train.checkpoints.tensor_file import DIGEST, KINDS, file_digest, write_tensors
+from shoal.train.checkpoints.tensor_file import DIGEST, NanError, file_digest, write_tensors
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 FORMAT = "shoal checkpoint 4"
-_FORMATS = (FORMAT, "shoal checkpoint 3", "shoal checkpoint 2")  # with other digests of files
 _DIGEST = "sha256"
 _PARTS = ("model", "optimizer")
 _MAX_READS = 100  # of a checkpoint that others replace at the same time
@@ -59,21 +58,31 @@ class Checkpoint:
     digest: str = ""
 
 
-def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Save under the folder `path`; the checkpoint there stays valid until this one is complete."""
+def write(path: Path, checkpoint: Checkpoint, refuses_nan: bool = False) -> None:
+    """Save under the folder `path`; the checkpoint there stays valid until this one is complete.
+
+    `refuses_nan`: what was saved before is worth more than weights that are nan.
+    """
     document = as_json(checkpoint.document)
     steps = document.get("steps", 0)
     try:
         with new_version(path) as version:
             parts = zip(_PARTS, (checkpoint.model, checkpoint.optimizer), strict=True)
             files = {
-                part: write_tensors(tensors, version.tensor_file(part, steps))
+                part: write_tensors(
+                    tensors, version.tensor_file(part, steps), refuses_nan and part == "model"
+                )
                 for part, tensors in parts
             }
             manifest = {"format": FORMAT, "files": files, **document}
             checkpoint.digest = digest_of(manifest)
             manifest[_DIGEST] = checkpoint.digest
             version.publish(json.dumps(manifest, indent=1).encode())
+    except NanError as error:
+        raise CheckpointError(
+            f'{error} has values that are nan: nothing was saved in {path}; with on_nan="go on" '
+            "job.step trains such a model, and job.save saves it"
+        ) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot save a checkpoint at {path}: {error}") from error
 
@@ -141,7 +150,7 @@ def _parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
         digest = digest_of(manifest) if isinstance(manifest, dict) else ""
     except (ValueError, RecursionError) as error:
         raise damaged(path, "its manifest is not JSON") from error
-    if not digest or manifest.get("format") not in _FORMATS:
+    if not digest or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} is not the manifest of a {FORMAT!r}")
     if manifest.get(_DIGEST) != digest:
         raise damaged(path, f"{MANIFEST} has changed")
@@ -179,8 +188,7 @@ def _read_tensors(path: Path, entry: dict[str, Any], descriptor: int) -> dict[st
     name = entry["name"]
     try:
         size = os.fstat(descriptor).st_size
-        kind = next((kind for kind in KINDS if kind in entry), DIGEST)
-        if size != entry.get("bytes") or file_digest(descriptor, kind) != entry.get(kind):
+        if size != entry.get("bytes") or file_digest(descriptor) != entry.get(DIGEST):
             raise damaged(path, f"{name} has changed")
         opened = Path(f"/proc/self/fd/{descriptor}")  # works after it was removed, on Linux
         return load_file(opened if opened.exists() or opened.is_symlink() else path / name)

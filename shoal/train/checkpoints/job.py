@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from shoal.data.position import positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.background_writer import BackgroundWriter
@@ -197,12 +194,12 @@ class JobCheckpoints:
             whole = [(shard.gather_full(tensors), tied) for (tensors, tied), shard in untrained]
             others = {"ema": averages, "untrained": whole}
             document = self._state.description(about)
-            saved = snapshot(self._state.models, states, document, others)
-        if self._is_first():
-            saved.document = files.as_json(saved.document)
-            refuses_nan = any(step.options.stops_at_nan for step in self._state.models)
-            write = partial(_write_finite if refuses_nan else files.write, path, saved)
-            write() if wait else self._writer.start(write)
+            saved = snapshot(self._state.models, states, document, others, copy=not wait)
+            if self._is_first():
+                saved.document = files.as_json(saved.document)
+                refuses_nan = any(step.options.stops_at_nan for step in self._state.models)
+                write = partial(files.write, path, saved, refuses_nan)
+                write() if wait else self._writer.start(write)
         return ""
 
     @property
@@ -315,22 +312,6 @@ class JobCheckpoints:
         from shoal.train.checkpoints.servers import read_servers  # only where there is one
 
         return read_servers(folder, self._say)
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    """A sum that is a number says that all are: it takes no memory, and reads once."""
-    is_summed = tensor.dtype in (torch.float32, torch.float64)
-    return bool((not is_summed or tensor.sum().isnan()) and tensor.isnan().any())
-
-
-def _write_finite(path: Path, saved: files.Checkpoint) -> None:
-    """What was saved before is worth more than weights that are nan."""
-    if name := next((n for n, t in saved.model.items() if _has_nan(t)), None):
-        raise CheckpointError(
-            f'{name} has values that are nan: nothing was saved in {path}; with on_nan="go on" '
-            "job.step trains such a model, and job.save saves it"
-        )
-    files.write(path, saved)
 
 
 def _read_if_any(folder: Path) -> files.Checkpoint | None:

@@ -24,9 +24,9 @@ from shoal.sync.movable_shards import parameter_groups
 
 
 def model_tensors(
-    model: nn.Module, without: Collection[str] = ()
+    model: nn.Module, without: Collection[str] = (), copy: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """CPU copies of the model's tensors on this rank, and the names that are tied to another."""
+    """The model's tensors of this rank, on the CPU, and the names that are tied to another."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
@@ -39,7 +39,7 @@ def model_tensors(
             continue
         seen[key] = name
         if name not in without:
-            tensors[name] = on_cpu(value)
+            tensors[name] = on_cpu(value, copy)
     return tensors, tied
 
 
@@ -76,16 +76,16 @@ def _another_model(where: Path, sentence: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint at {where} is of another model: {sentence}")
 
 
-def on_cpu(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def on_cpu(tensor: Tensor, copy: bool = True) -> Tensor:
+    """Contiguous, on the CPU; without `copy` it may be the same memory."""
+    return tensor.detach().to("cpu", copy=copy).contiguous()
 
 
 State = dict[str, dict[str, Any]]  # by the name of a parameter, then by key
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], copy: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state by parameter name: tensors, and a JSON-able rest."""
     names = {id(p): name for name, p in named}
@@ -95,7 +95,7 @@ def optimizer_tensors(
         name = names[id(p)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = on_cpu(value)
+                tensors[f"{name}/{key}"] = on_cpu(value, copy)
             else:
                 values.setdefault(name, {})[key] = value
     keys = {names[id(p)]: sorted(state) for p, state in optimizer.state.items() if state}

@@ -36,16 +36,21 @@ Others = dict[str, list[tuple[dict[str, Tensor], dict[str, str]]]]  # tensors, t
 
 
 def snapshot(
-    steps: list[Step], states: list[dict[str, Tensor]], document: dict[str, Any], others: Others
+    steps: list[Step],
+    states: list[dict[str, Tensor]],
+    document: dict[str, Any],
+    others: Others,
+    copy: bool = True,
 ) -> files.Checkpoint:
     """The models and optimizers of all steps of a job, its other models, and `document`.
 
-    `states` are those of the syncs, which take all ranks to compute.
+    `states` are those of the syncs, which take all ranks to compute. Without `copy` tensors may be
+    those that are trained.
     """
     saved = files.Checkpoint({}, {}, {**document, "models": []})
     for i, step in enumerate(steps):
-        tensors, tied = gather_model(step) if step.saves_model else ({}, {})
-        state, rest = gather_optimizer_state(step)
+        tensors, tied = gather_model(step, copy) if step.saves_model else ({}, {})
+        state, rest = gather_optimizer_state(step, copy)
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
         saved.model |= {
@@ -73,12 +78,12 @@ def snapshot(
     return saved
 
 
-def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
+def gather_model(step: Step, copy: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """`model_tensors` of the whole model, at the first worker of a replica.
 
     All workers of the replica call it; the others get their own shard.
     """
-    tensors, tied = model_tensors(step.model)
+    tensors, tied = model_tensors(step.model, copy=copy)
     shards = step.shard.gather((step.shard.gather_full(tensors), tied))
     # of buffers that several stages hold, the last one has what all of the forward wrote
     joined = {name: tensor for tensors, _ in shards for name, tensor in tensors.items()}
@@ -86,9 +91,11 @@ def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: joined[name] for name in state_of(step.model) if name in joined}, tied
 
 
-def gather_optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def gather_optimizer_state(
+    step: Step, copy: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`optimizer_tensors` of the whole model, in the same way."""
-    state, rest = optimizer_tensors(step.update.optimizer, step.flat.named)
+    state, rest = optimizer_tensors(step.update.optimizer, step.flat.named, copy)
     mine = step.shard.gather_full(state), rest
     shards = step.shard.gather(mine)
     if len(shards) == 1:

@@ -11,16 +11,19 @@ write its digest, too. So they need not be cryptographic, and XXH3 is faster tha
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
-from hashlib import blake2b, sha256
+from ctypes import c_int64
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -31,40 +34,34 @@ from shoal.runtime.memory_limit import cores
 
 CHUNK_BYTES = 8 << 20
 DIGEST = "xxh3"
-KINDS: dict[str, Callable[..., Any]] = {
-    DIGEST: xxh3_128,
-    "blake2b": partial(blake2b, digest_size=32),  # of checkpoints in format 3
-    "sha256": sha256,  # in format 2, from end to end
-}
-_READ_BYTES = 1 << 20  # which stay in the cache of a core
+_BLOCK_BYTES = 1 << 20  # which stay in the cache of a core
 _MOST_THREADS = 4
 
 
-def file_digest(descriptor: int, kind: str = DIGEST) -> str:
+class NanError(Exception):
+    """The name of a tensor that has values that are nan."""
+
+
+def file_digest(descriptor: int) -> str:
     """Reads all of the file, on at most 4 cores, with 1 MiB of memory each.
 
     It is read, not mapped: an error of the disk is an OSError, and not a signal.
     """
-    size = os.fstat(descriptor).st_size
-    if kind == "sha256":
-        return _chunk_digests(descriptor, range(1), kind, size)[0].hex()
-    starts = range(0, size, CHUNK_BYTES)
+    starts = range(0, os.fstat(descriptor).st_size, CHUNK_BYTES)
     threads = max(1, min(_MOST_THREADS, cores(), len(starts)))
     parts = [starts[thread::threads] for thread in range(threads)]
     with ThreadPoolExecutor(threads, "shoal-digest") as pool:
-        others = pool.map(lambda part: _chunk_digests(descriptor, part, kind), parts[1:])
-        found = [_chunk_digests(descriptor, parts[0], kind), *others]
+        others = pool.map(lambda part: _chunk_digests(descriptor, part), parts[1:])
+        found = [_chunk_digests(descriptor, parts[0]), *others]
     in_order = (found[i % threads][i // threads] for i in range(len(starts)))
-    return str(KINDS[kind](b"".join(in_order)).hexdigest())
+    return str(xxh3_128(b"".join(in_order)).hexdigest())
 
 
-def _chunk_digests(
-    descriptor: int, starts: range, kind: str, chunk_bytes: int = CHUNK_BYTES
-) -> list[bytes]:
-    buffer = memoryview(bytearray(_READ_BYTES))
+def _chunk_digests(descriptor: int, starts: range) -> list[bytes]:
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
     found = []
     for start in starts:
-        digest, at, end = KINDS[kind](), start, start + chunk_bytes
+        digest, at, end = xxh3_128(), start, start + CHUNK_BYTES
         while read := os.preadv(descriptor, [buffer[: end - at]], at):
             digest.update(buffer[:read])
             at += read
@@ -72,26 +69,77 @@ def _chunk_digests(
     return found
 
 
-def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Any]:
+def write_tensors(
+    tensors: Mapping[str, Tensor], file: Path, refuses_nan: bool = False
+) -> dict[str, Any]:
     """A new file with tensors of the CPU; what a manifest says about it. It is not durable yet."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # all are aligned
-    contents = (_bytes_of(tensors[name]) for name in order)
+    header = np.frombuffer(_header(tensors, order), dtype=np.uint8)
+    pieces = chain([header], *(_pieces(name, tensors[name], refuses_nan) for name in order))
     done, digests, digest = 0, list[bytes](), xxh3_128()
-    with open(file, "xb", buffering=64 << 10) as handle:  # small tensors are written together
-        for left in chain([memoryview(_header(tensors, order))], contents):
-            while left:
-                piece = left[: CHUNK_BYTES - done % CHUNK_BYTES]
-                digest.update(piece)
-                handle.write(piece)
-                done, left = done + len(piece), left[len(piece) :]
-                if done % CHUNK_BYTES == 0:
-                    digests.append(digest.digest())
-                    digest = xxh3_128()
-                    os.posix_fadvise(  # Linux begins to write it
-                        handle.fileno(), done - CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_DONTNEED
-                    )
+    with open(file, "xb") as handle:
+        _allocate(handle.fileno(), len(header) + sum(t.nbytes for t in tensors.values()))
+        for block in _blocks(pieces):
+            digest.update(block)
+            handle.write(block)
+            begins_to_write = os.POSIX_FADV_DONTNEED  # on Linux
+            os.posix_fadvise(handle.fileno(), done, len(block), begins_to_write)
+            done += len(block)
+            if done % CHUNK_BYTES == 0:
+                digests.append(digest.digest())
+                digest = xxh3_128()
     digests += [digest.digest()] if done % CHUNK_BYTES else []
     return {"name": file.name, "bytes": done, DIGEST: xxh3_128(b"".join(digests)).hexdigest()}
+
+
+def _pieces(name: str, tensor: Tensor, refuses_nan: bool) -> Iterator[Any]:
+    """The bytes of a tensor, as arrays."""
+    for piece in torch.split(tensor.detach().reshape(-1), _BLOCK_BYTES // tensor.itemsize):
+        if refuses_nan and _has_nan(piece):
+            raise NanError(name)
+        yield piece.view(torch.uint8).numpy()
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """A sum that is a number says that all are: it takes no memory, and reads once.
+
+    numpy's, since torch would wake up threads for each piece.
+    """
+    if tensor.dtype in (torch.float32, torch.float64):
+        with np.errstate(all="ignore"):
+            if not np.isnan(tensor.numpy().sum()):
+                return False
+    return bool(tensor.isnan().any())
+
+
+def _blocks(pieces: Iterable[Any]) -> Iterator[Any]:
+    """The same bytes in blocks; only the last one may be shorter.
+
+    They are copied, to the same memory: a digest is that of what is written, also where another
+    thread writes to a tensor meanwhile.
+    """
+    block, used = np.empty(_BLOCK_BYTES, dtype=np.uint8), 0
+    for left in pieces:
+        while len(left):
+            taken = left[: len(block) - used]
+            block[used : used + len(taken)] = taken
+            used, left = used + len(taken), left[len(taken) :]
+            if used == len(block):
+                yield block
+                used = 0
+    if used:
+        yield block[:used]
+
+
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Blocks of a file that is to be written, where the file system can: else fsync looks for them.
+
+    Not `os.posix_fallocate`, which writes to every block where it cannot.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    has_failed = fallocate and fallocate(descriptor, 0, c_int64(0), c_int64(num_bytes))
+    if has_failed and ctypes.get_errno() == errno.ENOSPC:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
@@ -115,8 +163,3 @@ def _dtype_name(dtype: torch.dtype) -> str:
     if entry["shape"] != [1]:  # or it has several numbers in one byte
         raise CheckpointError(f"a checkpoint cannot hold tensors of {dtype}")
     return str(entry["dtype"])
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)

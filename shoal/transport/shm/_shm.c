@@ -1330,18 +1330,257 @@ done:
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(wrong);
 }
 
+/* ---------------------------------------------------------------- light all-reduces
+ *
+ * Of plain numbers, where no other operation of this rank's queue is under way: begun and ended here, without the
+ * queue. Python's lock of threads (GIL) makes each of `begin` and `end` one act. As soon as the queue is asked for
+ * anything it takes the open one over (`take`), and it becomes an operation as all others. */
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *segment, *handle, *queue, *waiting, *is_locked, *codes, *work, *fallback, *open;
+} Lane;
+
+typedef struct {
+    PyObject_HEAD
+    Lane *lane;
+    PyObject *keep, *error, *callbacks;
+    char is_done, begun;
+    u64 start_ns, end_ns;
+} LightWork;
+
+#define LIGHT_LOOKS 256 /* with Python's lock: some microseconds */
+static struct {
+    PyObject *dtype, *is_cpu, *is_contiguous, *data_ptr, *numel, *working, *timed, *carry_out, *timeout_ns, *check;
+} names;
+
+static int light_traverse(PyObject *object, visitproc visit, void *arg) {
+    LightWork *w = (LightWork *)object;
+    Py_VISIT(w->lane); Py_VISIT(w->keep); Py_VISIT(w->error); Py_VISIT(w->callbacks);
+    return 0;
+}
+static int light_clear(PyObject *object) {
+    LightWork *w = (LightWork *)object;
+    Py_CLEAR(w->lane); Py_CLEAR(w->keep); Py_CLEAR(w->error); Py_CLEAR(w->callbacks);
+    return 0;
+}
+static void light_dealloc(PyObject *object) {
+    PyObject_GC_UnTrack(object);
+    light_clear(object);
+    Py_TYPE(object)->tp_free(object);
+}
+
+static Group *group_of(const Lane *lane) {
+    return PyCapsule_IsValid(lane->handle, NAME) ? PyCapsule_GetPointer(lane->handle, NAME) : NULL;
+}
+
+/* Nothing raised: the segment has nothing to say of this outcome. */
+static int checked(const Lane *lane, int outcome) {
+    PyObject *code = PyLong_FromLong(outcome);
+    PyObject *said = code ? PyObject_CallMethodOneArg(lane->segment, names.check, code) : NULL;
+    Py_XDECREF(code), Py_XDECREF(said);
+    return said != NULL;
+}
+
+static PyObject *light_run(PyObject *object, PyObject *none) {
+    (void)none;
+    LightWork *w = (LightWork *)object;
+    Group *g = group_of(w->lane);
+    PyObject *timeout = PyObject_GetAttr(w->lane->segment, names.timeout_ns);
+    if (!timeout) return NULL;
+    u64 timeout_ns = number(timeout);
+    Py_DECREF(timeout);
+    int outcome = CLOSED;
+    Py_BEGIN_ALLOW_THREADS
+    if (g) outcome = finish_call(g, timeout_ns);
+    Py_END_ALLOW_THREADS
+    Py_CLEAR(w->keep);
+    if (outcome && !checked(w->lane, outcome)) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Where all ranks have come to it already, or do in a moment. */
+static void end_light(LightWork *w) {
+    Group *g = group_of(w->lane);
+    for (int looks = g && !g->crowded ? LIGHT_LOOKS : 1; g && !all_reached(g, g->pass); relax())
+        if (!--looks) return;
+    if (!g) return;
+    int outcome = finish_call(g, 0);
+    w->is_done = 1;
+    Py_CLEAR(w->keep);
+    if (outcome && !checked(w->lane, outcome)) {
+        PyObject *type, *trace;
+        PyErr_Fetch(&type, &w->error, &trace);
+        PyErr_NormalizeException(&type, &w->error, &trace);
+        Py_XDECREF(type), Py_XDECREF(trace);
+    }
+    Py_CLEAR(w->lane->open); /* this may be the last reference but the caller's */
+}
+
+static PyObject *light_wait(PyObject *object, PyObject *none) {
+    (void)none;
+    LightWork *w = (LightWork *)object;
+    if (!w->is_done && w->lane->open == object) end_light(w);
+    if (!w->is_done) {
+        PyObject *ended = PyObject_CallMethodOneArg(w->lane->queue, names.carry_out, object);
+        Py_XDECREF(ended);
+        if (!ended) return NULL;
+    }
+    if (!w->error || w->error == Py_None) Py_RETURN_NONE;
+    PyErr_SetObject((PyObject *)Py_TYPE(w->error), w->error);
+    return NULL;
+}
+
+static PyObject *light_queue(PyObject *object, void *closure) {
+    (void)closure;
+    return Py_NewRef(((LightWork *)object)->lane->queue);
+}
+
+static PyMemberDef light_members[] = {
+    {"is_done", T_BOOL, offsetof(LightWork, is_done), 0, NULL}, {"begun", T_BOOL, offsetof(LightWork, begun), 0, NULL},
+    {"error", T_OBJECT, offsetof(LightWork, error), 0, NULL},
+    {"_callbacks", T_OBJECT, offsetof(LightWork, callbacks), 0, NULL},
+    {"start_ns", T_ULONGLONG, offsetof(LightWork, start_ns), 0, NULL},
+    {"end_ns", T_ULONGLONG, offsetof(LightWork, end_ns), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyMethodDef light_methods[] = {
+    {"wait", light_wait, METH_NOARGS, NULL}, {"run", light_run, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyGetSetDef light_getters[] = {{"queue", light_queue, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyTypeObject light_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shoal.transport.shm._shm.LightWork", .tp_basicsize = sizeof(LightWork),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, .tp_dealloc = light_dealloc,
+    .tp_traverse = light_traverse, .tp_clear = light_clear, .tp_members = light_members,
+    .tp_methods = light_methods, .tp_getset = light_getters, .tp_new = PyType_GenericNew};
+
+static int lane_traverse(PyObject *object, visitproc visit, void *arg) {
+    Lane *l = (Lane *)object;
+    Py_VISIT(l->segment); Py_VISIT(l->handle); Py_VISIT(l->queue); Py_VISIT(l->waiting); Py_VISIT(l->is_locked);
+    Py_VISIT(l->codes); Py_VISIT(l->work); Py_VISIT(l->fallback); Py_VISIT(l->open);
+    return 0;
+}
+static int lane_clear(PyObject *object) {
+    Lane *l = (Lane *)object;
+    Py_CLEAR(l->segment); Py_CLEAR(l->handle); Py_CLEAR(l->queue); Py_CLEAR(l->waiting); Py_CLEAR(l->is_locked);
+    Py_CLEAR(l->codes); Py_CLEAR(l->work); Py_CLEAR(l->fallback); Py_CLEAR(l->open);
+    return 0;
+}
+static void lane_dealloc(PyObject *object) {
+    PyObject_GC_UnTrack(object);
+    lane_clear(object);
+    Py_TYPE(object)->tp_free(object);
+}
+
+/* What a method of a tensor says. */
+static u64 asked(PyObject *data, PyObject *name) {
+    PyObject *said = PyObject_CallMethodNoArgs(data, name);
+    u64 found = said ? said == Py_True ? 1 : said == Py_False ? 0 : number(said) : 0;
+    Py_XDECREF(said);
+    return found;
+}
+
+static int is_true(PyObject *object, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    Py_XDECREF(value); /* True and False stay */
+    return value == Py_True;
+}
+
+/* 0: the queue has something under way, or a thread is changing it. */
+static int is_idle(const Lane *l) {
+    if (l->open || PyObject_Size(l->waiting) || is_true(l->queue, names.working) || is_true(l->queue, names.timed))
+        return 0;
+    PyObject *locked = PyObject_CallNoArgs(l->is_locked);
+    Py_XDECREF(locked);
+    return locked == Py_False;
+}
+
+/* The work of an all-reduce of `data` in place, begun; NULL without an error: it is none for here. */
+static PyObject *begin_light(Lane *l, PyObject *data) {
+    PyObject *dtype = PyObject_GetAttr(data, names.dtype);
+    PyObject *code = dtype ? PyDict_GetItemWithError(l->codes, dtype) : NULL;
+    Py_XDECREF(dtype);
+    if (!code || !is_true(data, names.is_cpu) || !asked(data, names.is_contiguous)) return NULL;
+    u64 at = asked(data, names.data_ptr), n = asked(data, names.numel);
+    LightWork *w = PyErr_Occurred() ? NULL : (LightWork *)PyType_GenericAlloc((PyTypeObject *)l->work, 0);
+    if (!w) return NULL;
+    Call c = {.kind = ALL_REDUCE, .in = (const u8 *)at, .out = (u8 *)at, .count = n, .dtype = small(code), .op = SUM};
+    Group *g = is_idle(l) ? group_of(l) : NULL;
+    if (PyErr_Occurred() || !g || !start_call(g, &c)) {
+        Py_DECREF(w);
+        return NULL;
+    }
+    w->begun = 1;
+    w->lane = (Lane *)Py_NewRef(l);
+    w->keep = Py_NewRef(data);
+    l->open = Py_NewRef(w);
+    return (PyObject *)w;
+}
+
+static PyObject *lane_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    Lane *l = (Lane *)self;
+    PyObject *work = count == 1 && !keywords && !l->open ? begin_light(l, args[0]) : NULL;
+    if (work) return work;
+    PyErr_Clear();
+    return PyObject_Vectorcall(l->fallback, args, (size_t)count, keywords);
+}
+
+static PyObject *lane_take(PyObject *self, PyObject *none) {
+    (void)none;
+    Lane *l = (Lane *)self;
+    PyObject *open = l->open;
+    l->open = NULL;
+    if (open) return open;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef lane_methods[] = {
+    {"all_reduce", (PyCFunction)(void (*)(void))lane_all_reduce, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"take", lane_take, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyTypeObject lane_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shoal.transport.shm._shm.Lane", .tp_basicsize = sizeof(Lane),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, .tp_dealloc = lane_dealloc, .tp_traverse = lane_traverse,
+    .tp_clear = lane_clear, .tp_methods = lane_methods};
+
+/* lane(segment, handle, queue, waiting, is_locked, codes, work, fallback) */
+static PyObject *py_lane(ARGS) {
+    NEED(8)
+    if (!PyDict_Check(args[5]) || !PyType_Check(args[6]) || !PyType_IsSubtype((PyTypeObject *)args[6], &light_type)) {
+        PyErr_SetString(PyExc_TypeError, "a lane needs a dict of codes and a subclass of LightWork");
+        return NULL;
+    }
+    Lane *l = (Lane *)PyType_GenericAlloc(&lane_type, 0);
+    if (!l) return NULL;
+    PyObject **fields[] = {&l->segment, &l->handle, &l->queue, &l->waiting,
+                           &l->is_locked, &l->codes, &l->work, &l->fallback};
+    for (int i = 0; i < 8; i++) *fields[i] = Py_NewRef(args[i]);
+    return (PyObject *)l;
+}
+
+static int add_light(PyObject *module) {
+    const char *texts[] = {"dtype", "is_cpu", "is_contiguous", "data_ptr", "numel", "_working", "timed", "carry_out",
+                           "timeout_ns", "check"};
+    PyObject **all[] = {&names.dtype, &names.is_cpu, &names.is_contiguous, &names.data_ptr, &names.numel,
+                        &names.working, &names.timed, &names.carry_out, &names.timeout_ns, &names.check};
+    for (int i = 0; i < 10; i++)
+        if (!*all[i] && !(*all[i] = PyUnicode_InternFromString(texts[i]))) return -1;
+    if (PyType_Ready(&lane_type)) return -1;
+    return PyModule_AddType(module, &light_type);
+}
+
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
     METHOD(failure), METHOD(waiting), METHOD(pid), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
     METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach),
-    METHOD(copy_rows), METHOD(take_rows), {NULL, NULL, 0, NULL}};
+    METHOD(copy_rows), METHOD(take_rows), METHOD(lane), {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shm", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__shm(void) {
     check_signals = signals;
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && add_light(made) == 0) return made;
+    Py_XDECREF(made);
+    return NULL;
 }
 #endif

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tests.rehearse.faults.scenario import (
     SERVED,
+    SERVERS,
     WORKERS,
     AnyOrder,
+    Breaks,
     Delays,
     Jitter,
     Kill,
@@ -17,6 +19,8 @@ from tests.rehearse.faults.scenario import (
 )
 
 ASYNC = Kind('ps(mode="async")', "log", SERVED, True, loses=WORKERS)
+COPIED = Kind("ps(replicas=2)", "equal", SERVED, True, loses=SERVERS, copies=2)
+ELASTIC = Kind("zero(3, elastic=True)", "equal", loses=WORKERS)
 QUORUM = Kind("ps(quorum=0.5)", "log", SERVED, True, loses=WORKERS)
 
 FOUND: dict[str, Scenario] = {
@@ -65,5 +69,32 @@ FOUND: dict[str, Scenario] = {
         batch=8,
         epochs=2,
         faults=(AnyOrder(), Kill("worker 0", 0.0069)),
+    ),
+    # the others waited for it without end: seeds 103, 443 and 509
+    "a server is lost before its shard has begun": Scenario(
+        443,
+        COPIED,
+        1,
+        "counts",
+        samples=9,
+        batch=8,
+        epochs=1,
+        faults=(Breaks(4, 200, 0.5), Kill("server 1", 0.001)),
+    ),
+    # of the runs with faults alone: it asked for the weights outside of what survives a loss
+    "a worker is lost while all look at their weights": Scenario(
+        926,
+        ELASTIC,
+        5,
+        "counts",
+        samples=28,
+        batch=7,
+        epochs=1,
+        faults=(
+            Stop("worker 3", 0.015, 0.006),
+            Stop("worker 0", 0.0103, 0.1),
+            Kill("worker 4", 0.0369),
+            Kill("worker 2", 0.0233),
+        ),
     ),
 }

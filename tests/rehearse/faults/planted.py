@@ -7,8 +7,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from shoal.server import messages
+from shoal.server.chain import ChainConfig
+from shoal.server.chain.manager import ChainManager
+from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import ImpossiblePush, Ledger, PushVerdict
+from shoal.server.member.core import ChainCore
+from shoal.server.member.runtime import ChainRuntime
+from shoal.server.model.membership import Membership
 from shoal.server.model.shard import PushBuffer
 from shoal.server.model.state import ModelState
 from shoal.train.step.cut_batch import BatchCutter
@@ -46,9 +54,56 @@ def _gradients_without_weights(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(BatchCutter, "_weights", weights))
 
 
+def _stale_epochs_are_taken(stack: ExitStack) -> None:
+    """Copies of a server serve messages and requests of an earlier epoch."""
+    receive, expects = ChainNode.receive, ChainCore._expects
+
+    def now(node: ChainNode, message: Any) -> Any:
+        return msgspec.structs.replace(message, epoch=max(message.epoch, node.epoch))
+
+    def received(self: ChainNode, sender: int, message: Any) -> Any:
+        return receive(self, sender, now(self, message))
+
+    def expected(self: ChainCore, sender: int, message: Any) -> bool:
+        return expects(self, sender, now(self.node, message))
+
+    for owner, name, by in (
+        (ChainNode, "receive", received),
+        (ChainCore, "_expects", expected),
+        (ChainRuntime, "check_epoch", lambda self, epoch: None),
+    ):
+        stack.enter_context(mock.patch.object(owner, name, by))
+
+
+def _a_copy_comes_back_as_itself(stack: ExitStack) -> None:
+    """A copy of a server that was started again is taken for the one before, which had a state."""
+
+    def has(self: ChainConfig, member: int, incarnation: int) -> bool:
+        return member in self.members
+
+    def is_alive(self: ChainManager, config: ChainConfig, member: int) -> bool:
+        return member in (self._alive or {})
+
+    stack.enter_context(mock.patch.object(ChainConfig, "has", has))
+    stack.enter_context(mock.patch.object(ChainManager, "_is_alive", is_alive))
+
+
+def _an_earlier_process_is_lost_again(stack: ExitStack) -> None:
+    """The end of a connection of a worker counts for the process that has taken its place."""
+    lose = Membership.lose
+
+    def lost(self: Membership, worker: int, incarnation: int | None = None) -> None:
+        lose(self, worker)
+
+    stack.enter_context(mock.patch.object(Membership, "lose", lost))
+
+
 MISTAKES: dict[str, Callable[[ExitStack], None]] = {
     "lost-acknowledgement": _push_counts_again,
     "unweighted-gradient": _gradients_without_weights,
+    "stale-epoch": _stale_epochs_are_taken,
+    "stale-incarnation": _a_copy_comes_back_as_itself,
+    "stale-worker": _an_earlier_process_is_lost_again,
 }
 
 

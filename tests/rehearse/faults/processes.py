@@ -15,6 +15,8 @@ Result = tuple[int, str, bool, str]  # seed, ending, whether it is good, what wa
 
 def run_seeds(pipe: Connection, planted: str | None) -> None:
     """The work of a process: run the seeds that come, one at a time."""
+    import gc
+
     import torch
 
     from tests.rehearse.faults.outcome import run
@@ -22,6 +24,7 @@ def run_seeds(pipe: Connection, planted: str | None) -> None:
     from tests.rehearse.faults.scenario import draw
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is loaded is not looked through after each seed
     with planted_mistake(planted):
         while (seed := pipe.recv()) is not None:
             outcome = run(draw(seed))

@@ -124,14 +124,14 @@ def train(scenario: Scenario, record: Record, folder: Path, job: Job) -> None:
         if scenario.saves:
             _save(scenario, record, folder, job, epoch)
 
-    def look() -> None:
+    def look() -> list[float]:
         with step.sync.full_weights():
             record.full[rank] = _weights_of(step.model)
+        return record.full[rank].tolist()
 
-    if scenario.kind.has_servers:
-        job._meetings.hold(look)  # as job.evaluate does: those that came back take part
-    else:
-        look()
+    # as job.evaluate does: those that came back take part, and a loss is survived
+    seen = job._meetings.hold(look)
+    record.full.setdefault(rank, torch.tensor(seen))
 
 
 def _weights_of(model: nn.Module) -> Tensor:

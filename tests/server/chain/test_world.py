@@ -10,7 +10,7 @@ import pytest
 
 from shoal.server.chain import ChainConfig
 from shoal.server.chain import node as node_module
-from shoal.server.chain.manager import ChainManager, Fetch, ReadLease, Swap, who_leaves
+from shoal.server.chain.manager import FOUNDING_S, ChainManager, Fetch, ReadLease, Swap, who_leaves
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainConsistency, ChainNode
 from tests.server.chain.history import NEVER, Added, Observed, violation
@@ -148,6 +148,23 @@ def trusted(manager: ChainManager, config: ChainConfig, alive: dict[int, int]) -
     knows(manager, ChainConfig(config.epoch - 1, config.members, config.incarnations), alive)
     manager.look()
     knows(manager, config, alive)
+
+
+def test_a_founder_that_was_lost_before_the_first_epoch_is_left_out_after_a_while() -> None:
+    manager = manager_of(1)
+    knows(manager, None, {1: 1, 2: 4})
+    assert manager.next_request(FOUNDING_S) is None
+    first = ChainConfig(1, (1, 2), (1, 4))
+    assert manager.next_request(FOUNDING_S + 0.5) == Swap(first, 0)
+    other = manager_of(2, incarnation=4)
+    knows(other, None, {1: 1, 2: 4})
+    assert other.next_request(FOUNDING_S + 0.5) is None  # it is for the first that is there
+
+
+def test_all_founders_begin_as_soon_as_they_are_there() -> None:
+    manager = manager_of(0)
+    knows(manager, None, {0: 1, 1: 1, 2: 4})
+    assert manager.next_request(0.1) == Swap(ChainConfig(1, (0, 1, 2), (1, 1, 4)), 0)
 
 
 def test_when_all_have_lost_their_leases_the_first_to_return_removes_none_at_once() -> None:

@@ -21,9 +21,9 @@ from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
 from shoal.schedules.collectives.ring import ring_all_reduce
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 
-_LONG_BYTES = 1 << 19
+LONG_BYTES = 1 << 19
 _RING = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
-_LINK = Link(60e-6, 8e-9, 1e-10)  # a network of 1 Gb/s; it decides between few rounds and few bytes
+LINK = Link(60e-6, 8e-9, 1e-10)  # a network of 1 Gb/s; it decides between few rounds and few bytes
 
 
 class TcpInterHost:
@@ -36,8 +36,8 @@ class TcpInterHost:
     def __init__(self, transport: TcpTransport, ring: TcpTransport, rack: int | None = None):
         """`rack` hosts are in a rack, one rack after the other; None: one rack, or not known."""
         self._transports = (transport, ring)
-        self._short = Scheduled(transport, link=_LINK)
-        self._long = Scheduled(ring, _algorithms(rack), link=_LINK)
+        self._short = Scheduled(transport, link=LINK)
+        self._long = Scheduled(ring, _algorithms(rack), link=LINK)
         self.labels = list(range(transport.size))  # the ranks of the group, for errors
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class TcpInterHost:
             transport.abort()
 
     def run(self, call: Call) -> None:
-        executor = self._long if call.num_bytes >= _LONG_BYTES else self._short
+        executor = self._long if call.num_bytes >= LONG_BYTES else self._short
         with self._limited(call.timeout_s):
             try:
                 executor.submit(call._replace(timeout_s=None)).wait()
