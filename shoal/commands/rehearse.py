@@ -52,7 +52,7 @@ STRATEGIES = option(
 
 
 @dataclass(frozen=True)
-class Disturbances:
+class RehearsalMishaps:
     """What does not go well in a rehearsal."""
 
     slow: list[str] | None = options.SLOW
@@ -82,7 +82,7 @@ class Disturbances:
         return found
 
 
-_UNDISTURBED = Disturbances()
+_UNDISTURBED = RehearsalMishaps()
 
 
 def rehearse(
@@ -100,7 +100,7 @@ def rehearse(
         False,
         "--measure",
     ),
-    disturbed: Disturbances = _UNDISTURBED,
+    disturbed: RehearsalMishaps = _UNDISTURBED,
     until: str | None = options.UNTIL,
     seed: int | None = options.SEED,
     trace: Path | None = options.TRACE,
