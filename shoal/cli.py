@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from shoal import __version__
+from shoal.commands.options import with_options
 from shoal.errors import BadInput, ShoalError, WorkersFailed
 
 # the usage error of click, which newer versions of typer include
@@ -86,8 +87,12 @@ def build_app(names: Iterable[str], listed: Iterable[str] = ()) -> typer.Typer:
         module, attribute = COMMANDS[name].split(".")
         command = getattr(import_module(f"shoal.commands.{module}"), attribute)
         if isinstance(command, typer.Typer):
+            for one in (*command.registered_commands, command.registered_callback):
+                if one is not None and one.callback is not None:
+                    one.callback = with_options(one.callback)
             app.add_typer(command, name=name, cls=_Group)
         else:
+            command = with_options(command)
             app.command(name, cls=_command_class(command))(command)
     return app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -19,6 +19,7 @@ from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder
+from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
@@ -26,16 +27,11 @@ from shoal.runtime.wording import say
 
 
 def calibrate_command(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The cluster file to write.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, help="The most workers at the same time.", show_default="the cores"
-        ),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    output: Path | None = option("The cluster file to write.", None, "--output", "-o"),
+    workers: int | None = option(
+        "The most workers at the same time.", min=1, max=1024, show_default="the cores"
+    ),
+    seconds: float = option("About how long to measure.", 60.0),
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
@@ -121,15 +117,11 @@ app.command("calibrate")(calibrate_command)
 
 @app.command()
 def show(
-    name: Annotated[
-        str, typer.Argument(metavar="FILE|PRESET", help=f"A file, or {', '.join(preset_names())}.")
-    ],
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
-    racks: Annotated[int | None, typer.Option(min=1, help="Number of racks they are in.")] = None,
-    oversubscription: Annotated[
-        float | None, typer.Option(min=1, help="Of the uplinks: 4 for 1:4.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    name: str = argument(f"A file, or {', '.join(preset_names())}.", ..., metavar="FILE|PRESET"),
+    nodes: int | None = option("Number of nodes.", min=1),
+    racks: int | None = option("Number of racks they are in.", min=1),
+    oversubscription: float | None = option("Of the uplinks: 4 for 1:4.", min=1),
+    svg: Path | None = option("Write a picture here."),
     as_json: options.Json = False,
 ) -> None:
     """Draw a cluster with the bandwidth of every level, and name the narrowest cut."""
@@ -144,9 +136,7 @@ def show(
 
 @app.command()
 def discover(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a cluster file here.")
-    ] = None,
+    output: Path | None = option("Write a cluster file here.", None, "--output", "-o"),
     as_json: options.Json = False,
 ) -> None:
     """What this machine is made of: cores, NUMA nodes, memory, GPUs and their links, NICs.

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from shoal.cluster.units import parse_bytes, show_bytes, show_seconds
 from shoal.commands import options
+from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
@@ -34,29 +33,21 @@ Numbers = list[int] | list[float]
 
 
 def run(
-    kind: Annotated[str, typer.Argument(help="reduce, all_gather, scan, …; push or pull.")],
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="ring, tree, …; or FILE.py:FUNCTION of your own.", show_default="the first"
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="A number for each rank: 1,2,3,4; or several: 1,2/3,4 for two ranks."),
-    ] = None,
-    root: Annotated[int, typer.Option(help="The rank that sends to all or gets all.")] = 0,
-    op: Annotated[str, typer.Option(help=f"How numbers are combined: {', '.join(_OPS)}.")] = "sum",
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="Instead of --data: what it costs on 2,4,8,…,1024 ranks."),
-    ] = None,
-    size: Annotated[str, typer.Option("--bytes", help="Of the vector, with --ranks.")] = "1MB",
-    processes: Annotated[
-        int | None,
-        typer.Option(min=0, help="Measure up to so many ranks.", show_default="one for each core"),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw times over ranks here.")] = None,
+    kind: str = argument("reduce, all_gather, scan, …; push or pull.", ...),
+    name: str | None = argument(
+        "ring, tree, …; or FILE.py:FUNCTION of your own.", show_default="the first"
+    ),
+    data: str | None = option(
+        "A number for each rank: 1,2,3,4; or several: 1,2/3,4 for two ranks."
+    ),
+    root: int = option("The rank that sends to all or gets all.", 0),
+    op: str = option(f"How numbers are combined: {', '.join(_OPS)}.", "sum"),
+    ranks: str | None = option("Instead of --data: what it costs on 2,4,8,…,1024 ranks."),
+    size: str = option("Of the vector, with --ranks.", "1MB", "--bytes"),
+    processes: int | None = option(
+        "Measure up to so many ranks.", min=0, show_default="one for each core"
+    ),
+    svg: Path | None = option("Draw times over ranks here."),
     as_json: options.Json = False,
 ) -> None:
     """Run one algorithm on real processes, on your own numbers.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table as Grid
@@ -22,6 +22,7 @@ from shoal.cluster.units import (
     show_seconds,
 )
 from shoal.commands import collective_runs, options
+from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
@@ -123,30 +124,19 @@ MOST_RANKS = 4096  # of a table of all algorithms: their transfers grow with the
 @app.callback(invoke_without_command=True)
 def table(
     context: typer.Context,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of ranks; several, as 2,4,8,…,1024, are compared.",
-            show_default="8, or all devices of --cluster",
-        ),
-    ] = None,
-    size: Annotated[
-        str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")
-    ] = "100MB",
-    cluster: Annotated[
-        str | None, typer.Option(help="With contention on this cluster: a file or a preset.")
-    ] = None,
-    alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
-    beta: Annotated[
-        str, typer.Option(help="Cost of a byte: 10GB/s, 80Gb/s, or seconds.")
-    ] = "10GB/s",
-    gamma: Annotated[str, typer.Option(help="Cost of reducing a byte: 20GB/s, or seconds.")] = "0",
-    kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
-    prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,
-    seed: Annotated[int, typer.Option(help="Of a ring's random order, on a cluster.")] = 0,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw times over several numbers of ranks here.")
-    ] = None,
+    ranks: str | None = option(
+        "Number of ranks; several, as 2,4,8,…,1024, are compared.",
+        show_default="8, or all devices of --cluster",
+    ),
+    size: str = option("Size of the vector: 100MB, 64KiB.", "100MB", "--bytes"),
+    cluster: str | None = option("With contention on this cluster: a file or a preset."),
+    alpha: str = option("Time of a message: 10us.", "10us"),
+    beta: str = option("Cost of a byte: 10GB/s, 80Gb/s, or seconds.", "10GB/s"),
+    gamma: str = option("Cost of reducing a byte: 20GB/s, or seconds.", "0"),
+    kind: str = option("Which collective, or `all`.", "all_reduce"),
+    prove_all: bool = option("Also prove each one.", False, "--prove"),
+    seed: int = option("Of a ring's random order, on a cluster.", 0),
+    svg: Path | None = option("Draw times over several numbers of ranks here."),
     as_json: options.Json = False,
 ) -> None:
     """A table of all algorithms, the fastest first."""
@@ -213,22 +203,16 @@ def _check_no_costs(context: typer.Context) -> None:
 
 @app.command()
 def show(
-    kind: Annotated[str, typer.Argument(help="all_reduce, broadcast, scan, …")],
-    name: Annotated[str, typer.Argument(help="ring, tree, …; or FILE.py:FUNCTION of your own")],
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
-    root: Annotated[
-        int, typer.Option(help="The root of a broadcast, reduce, scatter or gather.")
-    ] = 0,
-    node: Annotated[int | None, typer.Option(help="For hierarchical: ranks in a node.")] = None,
-    rack: Annotated[int | None, typer.Option(help="For hierarchical: nodes in a rack.")] = None,
-    inner: Annotated[
-        str | None, typer.Option(help="For hierarchical: the algorithm inside a node.")
-    ] = None,
-    outer: Annotated[
-        str | None, typer.Option(help="For hierarchical: the one between nodes.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write an animated picture here.")] = None,
-    prove_it: Annotated[bool, typer.Option("--prove", help="Prove it, do not draw it.")] = False,
+    kind: str = argument("all_reduce, broadcast, scan, …", ...),
+    name: str = argument("ring, tree, …; or FILE.py:FUNCTION of your own", ...),
+    ranks: int = option("Number of ranks.", 4),
+    root: int = option("The root of a broadcast, reduce, scatter or gather.", 0),
+    node: int | None = option("For hierarchical: ranks in a node."),
+    rack: int | None = option("For hierarchical: nodes in a rack."),
+    inner: str | None = option("For hierarchical: the algorithm inside a node."),
+    outer: str | None = option("For hierarchical: the one between nodes."),
+    svg: Path | None = option("Write an animated picture here."),
+    prove_it: bool = option("Prove it, do not draw it.", False, "--prove"),
     as_json: options.Json = False,
 ) -> None:
     """Draw one algorithm round by round.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -32,6 +32,7 @@ from shoal.commands.compared import (
     target_loss_of,
 )
 from shoal.commands.launching import WORKER_COMMAND, command_for, config_for
+from shoal.commands.options import argument, option, with_options
 from shoal.commands.output import Part, show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
@@ -52,59 +53,42 @@ EXAMPLE_STEPS = 120
 FAULTY_STEPS = 40  # where workers are slow or lost: each strategy has twice as many runs
 SHORT_STEPS = 30  # of runs that only measure a speed
 SHORT_ROUNDS = 2
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="A strategy to compare; repeatable.",
-        show_default="all that this version runs; under faults one for each way to wait",
-    ),
-]
-SlowLink = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
-        "for what it sent in it; repeatable."
-    ),
-]
-ComparedSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Stop each run after so many steps.",
-        show_default=f"{EXAMPLE_STEPS} for an example, {FAULTY_STEPS} under faults, else where the "
-        "script ends",
-    ),
-]
+STRATEGIES = option(
+    "A strategy to compare; repeatable.",
+    None,
+    "--strategy",
+    "-s",
+    show_default="all that this version runs; under faults one for each way to wait",
+)
+SLOW_LINK = option(
+    "1:100Mb/s: worker 1 sends at this rate at most, by waiting at the end of a step "
+    "for what it sent in it; repeatable."
+)
+COMPARED_STEPS = option(
+    "Stop each run after so many steps.",
+    min=1,
+    show_default=f"{EXAMPLE_STEPS} for an example, {FAULTY_STEPS} under faults, else where the "
+    "script ends",
+)
 
 
 def compare(
-    script: Annotated[
-        str | None,
-        typer.Argument(
-            help="A script that calls shoal.run, or an example.", show_default="gpt --size tiny"
-        ),
-    ] = None,
-    args: options.ScriptArgs = None,
+    script: str | None = argument(
+        "A script that calls shoal.run, or an example.", show_default="gpt --size tiny"
+    ),
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 2,
-    strategy: Strategies = None,
-    steps: ComparedSteps = None,
-    slow: options.Slow = None,
-    slow_link: SlowLink = None,
-    kill: options.Kill = None,
-    until: options.Until = None,
-    seed: options.Seed = None,
+    strategy: list[str] | None = STRATEGIES,
+    steps: int | None = COMPARED_STEPS,
+    slow: list[str] | None = options.SLOW,
+    slow_link: list[str] | None = SLOW_LINK,
+    kill: list[str] | None = options.KILL,
+    until: str | None = options.UNTIL,
+    seed: int | None = options.SEED,
     device: options.Device = None,
-    apart: Annotated[
-        bool, typer.Option("--apart", help="Start new processes for every strategy.")
-    ] = False,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Rehearse it, as shoal rehearse does.")
-    ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Rehearse it on this cluster: a file, or a preset.")
-    ] = None,
+    apart: bool = option("Start new processes for every strategy.", False, "--apart"),
+    virtual: bool = option("Rehearse it, as shoal rehearse does.", False, "--virtual"),
+    cluster: str | None = option("Rehearse it on this cluster: a file, or a preset."),
     as_json: options.Json = False,
 ) -> None:
     """Train one model under many strategies, and compare them.
@@ -121,7 +105,9 @@ def compare(
         if slow_link or device or apart:
             raise BadInput("--virtual takes no --slow-link, --device or --apart")
         more: dict[str, Any] = {"slow": slow, "kill": kill, "until": until, "seed": seed}
-        rehearse(script, args, workers, strategy, cluster, steps, as_json=as_json, **more)
+        with_options(rehearse)(
+            script, args, workers, strategy, cluster, steps, as_json=as_json, **more
+        )
         return
     command = command_for(script, args)
     target = command[2:] if command[1] == "-m" else command[1:]

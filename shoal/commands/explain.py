@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
 from rich.table import Table
 
 from shoal.cluster.presets import load_cluster
@@ -17,6 +16,7 @@ from shoal.cluster.units import show_bytes
 from shoal.commands import options
 from shoal.commands.launching import command_for, strategy_for
 from shoal.commands.memory import estimates
+from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import Subject
 from shoal.errors import BadInput, ShoalError
@@ -101,13 +101,11 @@ class ExplainedExchange(NamedTuple):
 
 
 def explain(
-    strategy: Annotated[
-        str | None, typer.Argument(help='Such as "ddp + pp(2)".', show_default="all, in a table")
-    ] = None,
-    script: Annotated[str, typer.Argument(help="A script, or an example.")] = "digits",
-    args: options.ScriptArgs = None,
+    strategy: str | None = argument('Such as "ddp + pp(2)".', show_default="all, in a table"),
+    script: str = argument("A script, or an example.", "digits"),
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 4,
-    svg: Annotated[Path | None, typer.Option(help="Draw it here.")] = None,
+    svg: Path | None = option("Draw it here."),
     as_json: options.Json = False,
 ) -> None:
     """Show who holds which layers, state and data, and which collectives run over which ranks.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from typing import Annotated
-
-import typer
 
 from shoal.cluster import Cluster
 from shoal.cluster.units import parse_bytes_per_s, parse_seconds, show_bytes, show_seconds
+from shoal.commands.options import option
 from shoal.commands.output import Part, bold, plain_table
 from shoal.errors import BadInput
 from shoal.plan.goodput import REPAIR_S, STORAGE_BYTES_PER_S, Failures, Goodput, Saves
@@ -26,29 +24,22 @@ _HEADS = [
     "a step's\nwork",
     "as",
 ]
-_Text = str | None
 
 
 @dataclass(frozen=True)
 class FailureOptions:
     """What `shoal plan` and `predict` are told about failures."""
 
-    mtbf: Annotated[
-        _Text, typer.Option(help="Mean time between failures of any node of the run, such as 8h.")
-    ] = None
-    node_mtbf: Annotated[_Text, typer.Option(help="The same of one node, such as 5000h.")] = None
-    spare: Annotated[int, typer.Option(min=0, max=1000, help="Nodes that wait for failures.")] = 0
-    repair: Annotated[
-        _Text, typer.Option(help="Until a node is replaced.", show_default="the file's, or 4h")
-    ] = None
-    detect: Annotated[str, typer.Option(help="Time until a failure is noticed.")] = "30s"
-    restart_time: Annotated[str, typer.Option(help="Time until workers load.")] = "2min"
-    storage: Annotated[
-        _Text, typer.Option(help="Rate of their storage.", show_default="the file's, or 10GB/s")
-    ] = None
-    saves: Annotated[
-        Saves, typer.Option(help="Training waits for rank 0's copy, all, or copies of parts.")
-    ] = "background"
+    mtbf: str | None = option("Mean time between failures of any node of the run, such as 8h.")
+    node_mtbf: str | None = option("The same of one node, such as 5000h.")
+    spare: int = option("Nodes that wait for failures.", 0, min=0, max=1000)
+    repair: str | None = option("Until a node is replaced.", show_default="the file's, or 4h")
+    detect: str = option("Time until a failure is noticed.", "30s")
+    restart_time: str = option("Time until workers load.", "2min")
+    storage: str | None = option("Rate of their storage.", show_default="the file's, or 10GB/s")
+    saves: Saves = option(
+        "Training waits for rank 0's copy, all, or copies of parts.", "background"
+    )
 
     def on(self, cluster: Cluster, workers: int) -> tuple[Cluster, Failures | None]:
         """The cluster with this storage, and its failures, where it is known that there are."""

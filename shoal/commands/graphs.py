@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.commands import options
+from shoal.commands.options import option
 from shoal.commands.output import plain_table, show, write_text
 from shoal.errors import BadInput, StrategyError
 from shoal.runtime import svg as drawing
@@ -25,15 +25,12 @@ _STYLE = """.edge{stroke:#7b8794;stroke-width:1.2;fill:none}.node{fill:#0072b2}
 
 
 def graphs(
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", min=2, help="Number of replicas.")
-    ] = 16,
-    graph: Annotated[
-        list[str] | None,
-        typer.Option(help="A graph of gossip, or an edge list; repeatable.", show_default="all"),
-    ] = None,
-    size: Annotated[str, typer.Option("--bytes", help="Of the parameters: 100MB.")] = "100MB",
-    svg: Annotated[Path | None, typer.Option(help="Draw the graphs here.")] = None,
+    workers: int = option("Number of replicas.", 16, "--workers", "-n", min=2),
+    graph: list[str] | None = option(
+        "A graph of gossip, or an edge list; repeatable.", show_default="all"
+    ),
+    size: str = option("Of the parameters: 100MB.", "100MB", "--bytes"),
+    svg: Path | None = option("Draw the graphs here."),
     as_json: options.Json = False,
 ) -> None:
     """Compare the graphs over which replicas average (gossip): bytes against agreement.

@@ -16,11 +16,12 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from shoal.commands import options
+from shoal.commands.options import argument, option
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput, CheckFailed, ShoalError
 from shoal.runtime.config import RunConfig, variable_name
@@ -150,9 +151,7 @@ app = typer.Typer(help="Keys for runs on several hosts.", no_args_is_help=True)
 
 @app.command()
 def new(
-    file: Annotated[
-        Path | None, typer.Argument(help="Where to write it.", show_default="~/.config/shoal/key")
-    ] = None,
+    file: Path | None = argument("Where to write it.", show_default="~/.config/shoal/key"),
 ) -> None:
     """Make a pre-shared key, which every host of a run has to have."""
     own = RunConfig.from_environment().own_key
@@ -166,14 +165,12 @@ def new(
 
 @app.command()
 def tls(
-    folder: Annotated[Path, typer.Argument(help="Where to write them.", metavar="DIR")],
-    host: Annotated[
-        list[str],
-        typer.Option(
-            help="A host, with all names and addresses by which others reach it: "
-            "node1,10.0.0.1; repeatable."
-        ),
-    ],
+    folder: Path = argument("Where to write them.", ..., metavar="DIR"),
+    host: list[str] = option(
+        "A host, with all names and addresses by which others reach it: "
+        "node1,10.0.0.1; repeatable.",
+        ...,
+    ),
 ) -> None:
     """Make an authority, or use the one in DIR, and a certificate for each host."""
     hosts = [HostNames.parse(text) for text in host]

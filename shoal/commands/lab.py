@@ -14,6 +14,7 @@ from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import show_rate
 from shoal.commands import options
 from shoal.commands.cluster import document
+from shoal.commands.options import argument, option
 from shoal.commands.output import show as show_parts
 from shoal.commands.output import wide_console
 from shoal.errors import BadInput
@@ -34,19 +35,13 @@ NameOption = Annotated[str | None, typer.Option("--name", help="The same as NAME
 
 @app.command()
 def up(
-    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts.")] = 4,
-    racks: Annotated[int, typer.Option(min=1, help="Number of racks they are in.")] = 1,
-    link: Annotated[
-        str, typer.Option(help="Rate of the link of a host, each way, as 1Gb/s or 100MB/s.")
-    ] = "1Gb/s",
-    oversubscription: Annotated[
-        float, typer.Option(min=1, help="Of the uplinks of racks: 4 for 1:4.")
-    ] = 1.0,
-    mtu: Annotated[int, typer.Option(help="Largest packet of a link, in bytes.")] = MTU,
-    workers_per_host: Annotated[
-        int, typer.Option(min=1, max=64, help="Devices of a host in the cluster file.")
-    ] = 1,
-    name: Annotated[str, typer.Option(help="Name of the lab.")] = DEFAULT_LAB,
+    hosts: int = option("Number of hosts.", 4, min=1),
+    racks: int = option("Number of racks they are in.", 1, min=1),
+    link: str = option("Rate of the link of a host, each way, as 1Gb/s or 100MB/s.", "1Gb/s"),
+    oversubscription: float = option("Of the uplinks of racks: 4 for 1:4.", 1.0, min=1),
+    mtu: int = option("Largest packet of a link, in bytes.", MTU),
+    workers_per_host: int = option("Devices of a host in the cluster file.", 1, min=1, max=64),
+    name: str = option("Name of the lab.", DEFAULT_LAB),
     as_json: options.Json = False,
 ) -> None:
     """Build a lab. Needs root; `shoal lab down` removes it."""
@@ -68,9 +63,7 @@ def show(name: LabName = None, named: NameOption = None, as_json: options.Json =
 def down(
     name: LabName = None,
     named: NameOption = None,
-    remove_all: Annotated[
-        bool, typer.Option("--all", help="Remove all labs of this machine.")
-    ] = False,
+    remove_all: bool = option("Remove all labs of this machine.", False, "--all"),
 ) -> None:
     """Remove a lab, and what a killed `shoal lab up` has left; processes in it are killed."""
     name = _one_name(name, named)
@@ -96,9 +89,9 @@ def down(
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})
 def execute(
-    host: Annotated[str, typer.Argument(metavar="HOST", help="h0, h1, …")],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND")],
-    name: Annotated[str | None, typer.Option(help=_NAME_OF_LAB)] = None,
+    host: str = argument("h0, h1, …", ..., metavar="HOST"),
+    command: list[str] = argument("", ..., metavar="-- COMMAND"),
+    name: str | None = option(_NAME_OF_LAB),
 ) -> None:
     """Run a command on one host of a lab; the exit status is the command's, or 2."""
     namespace = find_lab(name).host(host).namespace

@@ -12,9 +12,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.commands import options
+from shoal.commands.options import option
 from shoal.errors import BadInput
 from shoal.launch.here.checkpoint_option import (
     saying_latest,
@@ -82,27 +83,69 @@ class RunFiles:
 class WorkersOptions:
     """The options that `shoal run` and `shoal train` share."""
 
-    workers: options.RunWorkers = None
+    workers: int | None = options.RUN_WORKERS
     strategy: options.Strategy = None
-    seed: options.Seed = None
+    seed: int | None = options.SEED
     device: options.Device = None
-    gpus: options.Gpus = None
-    trace: options.Trace = None
-    jsonl: options.Jsonl = None
-    tensorboard: options.Tensorboard = None
-    timeline: options.RunTimeline = False
-    slow: options.Slow = None
-    kill: options.Kill = None
-    timeout: options.Timeout = None
-    grace: options.Grace = None
-    report: options.Report = None
-    record: options.Record = None
-    plain: options.Plain = False
-    restart: options.Restart = None
-    start: options.Start = None
-    start_method: options.StartMethod = None
-    elastic: options.Elastic = None
-    server_checkpoint: options.ServerCheckpoint = None
+    gpus: str | None = option(
+        "The GPUs to use, such as 0,1; implies --device cuda.", show_default="all"
+    )
+    trace: Path | None = options.TRACE
+    jsonl: Path | None = option(
+        "Write a JSON line for every step, job.log, evaluation, checkpoint and lost worker.",
+        metavar="FILE",
+    )
+    tensorboard: Path | None = option(
+        "Write the losses and metrics for TensorBoard there.", metavar="DIR"
+    )
+    timeline: bool = option(
+        "Draw two steps at the end: what each worker and server did when.", False, "--timeline"
+    )
+    slow: list[str] | None = options.SLOW
+    kill: list[str] | None = options.KILL
+    timeout: float | None = option(
+        "Give up after so many seconds without a sign of a worker or server that is waited for.",
+        min=0.001,
+        show_default="1800; without end for servers",
+    )
+    grace: float | None = option(
+        "Seconds that workers have after SIGTERM to end a step and to save.",
+        min=0.001,
+        show_default="30",
+    )
+    report: Path | None = option("Write a JSON report here when the run has succeeded.")
+    record: Path | None = option(
+        "Write what `shoal report DIR` makes a page of: trace.json, as --trace does, and "
+        "report.json, as --report does, with the loss of every step.",
+        metavar="DIR",
+    )
+    plain: bool = option(
+        "Print lines also in a terminal: no progress bar, no table of workers.", False, "--plain"
+    )
+    restart: int | None = options.RESTART
+    start: int | None = option(
+        "Start so many of the workers now; `shoal join` starts the others, one at a time.",
+        min=1,
+        show_default="all",
+    )
+    start_method: Literal["fork", "spawn"] | None = option(
+        "How workers of this host start: as forks of one process that has imported torch for "
+        "all of them, or each as a new Python process.",
+        show_default="fork",
+    )
+    elastic: str | None = option(
+        "Let workers leave (crash, preemption) and join (--restart, `shoal join`) between two "
+        "steps, up to MAX; with fewer than MIN the run ends. -n or --start says how many there are "
+        "at first (default: MAX). Makes ddp ddp(elastic=True); so zero, localsgd, gossip. "
+        "Relaxed ps, hogwild and asynchronous gossip stay as they are, on this host.",
+        metavar="MIN:MAX",
+        show_default=False,
+    )
+    server_checkpoint: str | None = option(
+        "Let the servers of ps save what they hold in DIR, every 100 steps or as many as "
+        "given, beside training; the last two stay.",
+        metavar="DIR[:every=STEPS]",
+    )
 
     @property
     def files(self) -> RunFiles:

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from shoal.cluster.units import parse_bytes, show_bytes
@@ -21,6 +20,7 @@ from shoal.commands.launching import (
     run_quietly,
     strategy_for,
 )
+from shoal.commands.options import option
 from shoal.commands.output import plain_table, show
 from shoal.errors import BadInput, CheckFailed, ShoalError
 from shoal.launch.rank.auto import read_trace
@@ -47,25 +47,18 @@ _MAIN = ("parameters", "gradients", "optimizer", "activations")
 
 def memory(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 1,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy",
-            "-s",
-            help="How to train on the workers; several are compared in one table.",
-            show_default="ddp, or single for one worker; with --limit: all usual ones",
-        ),
-    ] = None,
-    limit: Annotated[
-        str | None,
-        typer.Option(help="Say what fits into so much memory a device, such as 10GB."),
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option(help="Also train two steps, or a round of localsgd, and measure.")
-    ] = False,
-    seed: options.Seed = None,
+    strategy: list[str] | None = option(
+        "How to train on the workers; several are compared in one table.",
+        None,
+        "--strategy",
+        "-s",
+        show_default="ddp, or single for one worker; with --limit: all usual ones",
+    ),
+    limit: str | None = option("Say what fits into so much memory a device, such as 10GB."),
+    measure: bool = option("Also train two steps, or a round of localsgd, and measure.", False),
+    seed: int | None = options.SEED,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:

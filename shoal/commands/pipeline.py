@@ -10,6 +10,7 @@ import typer
 
 from shoal.cluster.units import parse_seconds
 from shoal.commands import options
+from shoal.commands.options import option
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
@@ -26,22 +27,17 @@ app = typer.Typer(help="Every pipeline schedule: proven, simulated, drawn.", no_
 class PipelineOptions:
     """The sizes of a pipeline, and the times of its actions."""
 
-    stages: Annotated[int, typer.Option(help="Number of stages of the model.")] = 4
-    microbatches: Annotated[int, typer.Option(help="Number of micro-batches in a batch.")] = 8
-    chunks: Annotated[
-        int | None,
-        typer.Option(
-            help="Pieces of the model on each stage, for interleaved and bfs.",
-            show_default="2 there",
-        ),
-    ] = None
-    forward: Annotated[
-        str,
-        typer.Option(help="Time of a micro-batch's forward in a stage; or 1,2,…: of each stage."),
-    ] = "1"
-    backward: Annotated[str, typer.Option(help="Time of the backward for the input.")] = "1"
-    weight: Annotated[str, typer.Option(help="Time of the backward for the weights.")] = "1"
-    transfer: Annotated[str, typer.Option(help="Time from a stage to the next.")] = "0"
+    stages: int = option("Number of stages of the model.", 4)
+    microbatches: int = option("Number of micro-batches in a batch.", 8)
+    chunks: int | None = option(
+        "Pieces of the model on each stage, for interleaved and bfs.", show_default="2 there"
+    )
+    forward: str = option(
+        "Time of a micro-batch's forward in a stage; or 1,2,…: of each stage.", "1"
+    )
+    backward: str = option("Time of the backward for the input.", "1")
+    weight: str = option("Time of the backward for the weights.", "1")
+    transfer: str = option("Time from a stage to the next.", "0")
 
     @property
     def times(self) -> Times:
@@ -67,7 +63,6 @@ class PipelineOptions:
 
 
 @app.command("list")
-@options.with_fields
 def table(asked: PipelineOptions, as_json: options.Json = False) -> None:
     """Compare all schedules: time, bubble, activations held."""
     schedules = []
@@ -95,13 +90,12 @@ def table(asked: PipelineOptions, as_json: options.Json = False) -> None:
 
 
 @app.command()
-@options.with_fields
 def show(
     name: Annotated[
         str, typer.Argument(help=f"{', '.join(CATALOG)}; or FILE.py:FUNCTION of your own")
     ],
     asked: PipelineOptions,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    svg: Path | None = option("Write a picture here."),
     as_json: options.Json = False,
 ) -> None:
     """Draw one schedule: what each stage does when.

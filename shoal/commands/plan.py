@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.goodput import FailureOptions, goodput_parts
+from shoal.commands.options import option
 from shoal.commands.output import Part, bold, show
 from shoal.commands.subject import SubjectOptions
 from shoal.plan.search import OnPriced, SearchOptions, search
@@ -21,18 +22,14 @@ from shoal.planning import FoundPlan, PlannedStrategy, as_plan
 from shoal.runtime.wording import counted
 
 
-@options.with_fields
 def plan(
     asked: SubjectOptions,
     failing: FailureOptions,
     workers: options.Workers = 1,
-    include_async: Annotated[
-        bool,
-        typer.Option(
-            "--include-async", help="Also list strategies whose result is not that of one device."
-        ),
-    ] = False,
-    top: Annotated[int, typer.Option(min=1, help="How many strategies to show.")] = 10,
+    include_async: bool = option(
+        "Also list strategies whose result is not that of one device.", False, "--include-async"
+    ),
+    top: int = option("How many strategies to show.", 10, min=1),
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest strategies for a model on a cluster, and say why.

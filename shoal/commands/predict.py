@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from shoal.cluster import Cluster, Node
@@ -17,6 +15,7 @@ from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.goodput import FailureOptions, goodput_parts
 from shoal.commands.launching import check_folder, strategy_for
+from shoal.commands.options import option
 from shoal.commands.output import Part, bold, plain_table, show
 from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
 from shoal.errors import BadInput
@@ -58,23 +57,17 @@ def _cells(one: Prediction, first: Prediction) -> list[str]:
     ]
 
 
-@options.with_fields
 def predict(
     asked: SubjectOptions,
     of_step: PredictedStepOptions,
     failing: FailureOptions,
     numbers: options.WorkerNumbers = "1",
     strategy: options.Strategy = None,
-    order: Annotated[
-        str, typer.Option(help="Of ranks: shoal, or megatron (replicas inside of stages).")
-    ] = "shoal",
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Also simulate the step, message by message.")
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Simulate, and write the timeline as a Chrome trace here."),
-    ] = None,
+    order: str = option("Of ranks: shoal, or megatron (replicas inside of stages).", "shoal"),
+    simulate: bool = option("Also simulate the step, message by message.", False, "--simulate"),
+    trace: Path | None = option(
+        "Simulate, and write the timeline as a Chrome trace here.", None, "--trace"
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Predict how long a training step takes, and how much memory it needs.

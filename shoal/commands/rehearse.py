@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -28,6 +28,7 @@ from shoal.commands.compared import (
     target_loss_of,
 )
 from shoal.commands.launching import check_folder, command_for, config_for, run_quietly
+from shoal.commands.options import option
 from shoal.commands.output import Part, shares_of_time, show
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
@@ -41,73 +42,68 @@ from shoal.runtime.faults import read_kills, read_slow
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
 
-Jitter = Annotated[
-    float | None,
-    typer.Option(
-        help="Standard deviation of a step's computing, as a share of it.",
-        show_default="that of the cluster",
-    ),
-]
+STRATEGIES = option(
+    "A strategy to rehearse; repeatable.",
+    None,
+    "--strategy",
+    "-s",
+    show_default="one for each way to wait",
+)
 
 
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="A strategy to rehearse; repeatable.",
-        show_default="one for each way to wait",
-    ),
-]
-Measure = Annotated[
-    bool,
-    typer.Option(
-        "--measure",
-        help="Measure the passes of the model with so many workers on this machine, "
-        "instead of adding up kernels.",
-    ),
-]
-Kill = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Lose a worker, server or host: 2@50 loses worker 2 at step 50, server:1@90s server 1 "
+@dataclass(frozen=True)
+class RehearsalMishaps:
+    """What does not go well in a rehearsal."""
+
+    slow: list[str] | None = options.SLOW
+    kill: list[str] | None = option(
+        "Lose a worker, server or host: 2@50 loses worker 2 at step 50, server:1@90s server 1 "
         "after 90 s, host:0@5min all that runs on host 0; repeatable."
-    ),
-]
-Mtbf = Annotated[
-    str | None,
-    typer.Option(help="Lose hosts by chance: mean time between failures of any of them, as 8h."),
-]
-Events = Annotated[Path | None, typer.Option(help="A file with moments of losses.")]
-RestartTime = Annotated[
-    str, typer.Option(metavar="TIME", help="From a loss to the start of the next process.")
-]
-ClusterFile = Annotated[
-    str | None,
-    typer.Option(help="A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE),
-]
+    )
+    mtbf: str | None = option(
+        "Lose hosts by chance: mean time between failures of any of them, as 8h."
+    )
+    events: Path | None = option("A file with moments of losses.")
+    restart: int | None = options.RESTART
+    restart_time: str = option(
+        "From a loss to the start of the next process.", "10s", metavar="TIME"
+    )
+    jitter: float | None = option(
+        "Standard deviation of a step's computing, as a share of it.",
+        show_default="that of the cluster",
+    )
+
+    def losses(self, workers: int) -> Any:
+        from shoal.rehearse.losses import read_losses  # loads torch
+
+        asked = (self.kill or (), self.mtbf, self.events, self.restart, self.restart_time)
+        found = read_losses(*asked)
+        read_kills(found.at_steps, workers)
+        return found
+
+
+_UNDISTURBED = RehearsalMishaps()
 
 
 def rehearse(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 4,
-    strategy: Strategies = None,
-    cluster: ClusterFile = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many steps.", show_default="script's")
-    ] = None,
-    measure: Measure = False,
-    slow: options.Slow = None,
-    kill: Kill = None,
-    mtbf: Mtbf = None,
-    events: Events = None,
-    restart: options.Restart = None,
-    restart_time: RestartTime = "10s",
-    jitter: Jitter = None,
-    until: options.Until = None,
-    seed: options.Seed = None,
-    trace: options.Trace = None,
+    strategy: list[str] | None = STRATEGIES,
+    cluster: str | None = option(
+        "A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE
+    ),
+    steps: int | None = option("Stop after so many steps.", min=1, show_default="script's"),
+    measure: bool = option(
+        "Measure the passes of the model with so many workers on this machine, "
+        "instead of adding up kernels.",
+        False,
+        "--measure",
+    ),
+    disturbed: RehearsalMishaps = _UNDISTURBED,
+    until: str | None = options.UNTIL,
+    seed: int | None = options.SEED,
+    trace: Path | None = options.TRACE,
     as_json: options.Json = False,
 ) -> None:
     """Train on a cluster that you do not have, in one process: which strategy is there first?
@@ -116,7 +112,6 @@ def rehearse(
     planner says of the cluster's devices, messages what its links let through. The same command
     gives the same bits and seconds.
     """
-    from shoal.rehearse.losses import read_losses
     from shoal.rehearse.pace import uneven_of  # loads torch
 
     check_folder(trace, "a trace")
@@ -125,9 +120,8 @@ def rehearse(
         names = ["single", *names]  # on one worker, for the others to be compared with
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)
-    slowness = read_slow(slow or (), workers)
-    losses = read_losses(kill or (), mtbf, events, restart, restart_time)
-    read_kills(losses.at_steps, workers)
+    slow = disturbed.slow or ()
+    slowness, losses = read_slow(slow, workers), disturbed.losses(workers)
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
@@ -138,8 +132,8 @@ def rehearse(
         profile = measure_profile(run, config, workers)
         hardware = profiled(hardware.of_size(workers), subject.workload, [profile])
         ready = profile.ready
-    uneven = uneven_of(hardware.of_size(workers), slowness, jitter, seed or 0)
-    slow_servers = read_slow(slow or (), None, "server")
+    uneven = uneven_of(hardware.of_size(workers), slowness, disturbed.jitter, seed or 0)
+    slow_servers = read_slow(slow, None, "server")
     stage = _Stage(
         subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses, ready
     )

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from shoal.commands import options
 from shoal.commands.launching import check_folder
+from shoal.commands.options import argument, option
 from shoal.commands.output import show, write_text
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="Folders of `shoal run … --record DIR`.")
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the page.")
-    ] = Path("report.html"),
+    runs: list[Path] = argument("Folders of `shoal run … --record DIR`.", ..., metavar="DIR"),
+    out: Path = option(
+        "Where to write the page.", Path("report.html"), "--out", "-o", metavar="FILE"
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Write a page about recorded runs, for any browser, without a network.

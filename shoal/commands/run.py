@@ -7,12 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from shoal.cluster.presets import load_cluster
 from shoal.commands import launching, options
+from shoal.commands.options import argument, option
 from shoal.commands.output import show
 from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.runtime.checkpoint_folders import MANIFEST
@@ -22,16 +21,25 @@ from shoal.runtime.wording import say
 from shoal.strategy.strategy import Strategy, as_strategy
 
 
-@options.with_fields
 def run(
     script: options.Script,
     asked: launching.WorkersOptions,
-    args: options.ScriptArgs = None,
-    on: options.On = None,
-    logs: options.Logs = None,
-    checkpoint: options.Checkpoint = None,
-    resume: options.Resume = False,
-    cluster: options.RunCluster = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
+    on: str | None = options.ON,
+    logs: Path | None = option(
+        "Write what each worker and server prints to a file of its own there: rank-0.log, "
+        "server-0.log …",
+        metavar="DIR",
+    ),
+    checkpoint: str | None = options.CHECKPOINT,
+    resume: bool = option("Continue from the latest checkpoint in --server-checkpoint.", False),
+    cluster: str | None = option(
+        "A cluster file or preset: its racks give the order of hosts, and what is "
+        "summed up inside racks first.",
+        None,
+        "--cluster",
+        show_default="what the engine knows",
+    ),
 ) -> None:
     """Run a training script on several workers of this host, or of an engine's (--on)."""
     if on is not None:
@@ -91,15 +99,12 @@ def with_cluster(config: RunConfig, name: str | None) -> RunConfig:
     return replace(config, hosts_per_rack=cluster.nodes_per_rack)
 
 
-@options.with_fields
 def train(
     asked: launching.WorkersOptions,
-    example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
-    args: options.ScriptArgs = None,
-    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
-    ] = None,
+    example: str = argument("digits, gpt or clicks.", "digits"),
+    args: list[str] | None = options.SCRIPT_ARGS,
+    resume: bool = option("Continue from the checkpoint in --out.", False),
+    out: Path | None = option("Where to save.", show_default="runs/EXAMPLE"),
 ) -> None:
     """Train an example and save it."""
     if example not in launching.EXAMPLES:
@@ -120,17 +125,14 @@ def train(
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint.")],
-    script: Annotated[
-        str | None,
-        typer.Argument(
-            help="The script that saved it, with a function evaluate(job, checkpoint) or "
-            "test(job, checkpoint).",
-            show_default="the example that saved it",
-        ),
-    ] = None,
-    args: options.ScriptArgs = None,
-    workers: options.RunWorkers = None,
+    checkpoint: Path = argument("The folder of a checkpoint.", ...),
+    script: str | None = argument(
+        "The script that saved it, with a function evaluate(job, checkpoint) or "
+        "test(job, checkpoint).",
+        show_default="the example that saved it",
+    ),
+    args: list[str] | None = options.SCRIPT_ARGS,
+    workers: int | None = options.RUN_WORKERS,
     strategy: options.Strategy = None,
     device: options.Device = None,
     as_json: options.Json = False,

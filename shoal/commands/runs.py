@@ -6,11 +6,11 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
 
 import typer
 
 from shoal.commands import options
+from shoal.commands.options import argument, option
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, CheckFailed
 from shoal.launch.here import running
@@ -43,13 +43,11 @@ def ps(as_json: options.Json = False) -> None:
 
 
 def stop(
-    run: Annotated[str | None, typer.Argument(help="A name that `shoal ps` shows.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All runs of yours on this host.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="With --all: do not ask.")] = False,
-    now: Annotated[
-        bool, typer.Option("--now", help="Do not let it end its step and save.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Wait so many seconds at most.")] = 60.0,
+    run: str | None = argument("A name that `shoal ps` shows."),
+    every: bool = option("All runs of yours on this host.", False, "--all"),
+    yes: bool = option("With --all: do not ask.", False, "--yes", "-y"),
+    now: bool = option("Do not let it end its step and save.", False, "--now"),
+    timeout: float = option("Wait so many seconds at most.", 60.0, min=0.1),
 ) -> None:
     """Stop a run as preemption does: it ends its step, and saves where the script saves."""
     if (run is None) != every:
@@ -87,12 +85,9 @@ def _since(seconds: float) -> str:
 
 
 def join(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="A name that `shoal ps` shows.", show_default="the only run that takes a worker"
-        ),
-    ] = None,
+    run: str | None = argument(
+        "A name that `shoal ps` shows.", show_default="the only run that takes a worker"
+    ),
 ) -> None:
     """Ask a run on this host to start a worker that is not there, up to its number (-n).
 

@@ -15,7 +15,7 @@ import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -24,6 +24,7 @@ from shoal.cluster.units import show_seconds
 from shoal.commands import options
 from shoal.commands.compare import SHORT_STEPS, Comparison, alternating, by_strategy
 from shoal.commands.launching import check_folder, command_for, config_for, strategy_for
+from shoal.commands.options import option
 from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import named_cluster, workload_of_script
 from shoal.errors import BadInput
@@ -90,30 +91,23 @@ class ScaleRow:
 
 def scale(
     script: options.Script,
-    args: options.ScriptArgs = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option("--strategy", "-s", help="Repeatable.", show_default="ddp"),
-    ] = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
+    strategy: list[str] | None = option(
+        "Repeatable.", None, "--strategy", "-s", show_default="ddp"
+    ),
     numbers: options.WorkerNumbers = "1,2,4",
-    steps: Annotated[int, typer.Option(min=10, help="Of each run.")] = SHORT_STEPS,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_MEASURED,
-            help="Measure up to so many workers.",
-            show_default="one for each GPU, or core without GPUs",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A cluster file or preset, for what is predicted.", show_default=THIS_MACHINE
-        ),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw speed-ups over workers here.")] = None,
-    seed: options.Seed = None,
+    steps: int = option("Of each run.", SHORT_STEPS, min=10),
+    processes: int | None = option(
+        "Measure up to so many workers.",
+        min=1,
+        max=MOST_MEASURED,
+        show_default="one for each GPU, or core without GPUs",
+    ),
+    cluster: str | None = option(
+        "A cluster file or preset, for what is predicted.", show_default=THIS_MACHINE
+    ),
+    svg: Path | None = option("Draw speed-ups over workers here."),
+    seed: int | None = options.SEED,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:

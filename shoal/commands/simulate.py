@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from shoal.cluster import Cluster, Noise
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
+from shoal.commands.options import option
 from shoal.commands.output import bold, shares_of_time, show
 from shoal.commands.subject import PredictedStepOptions, SubjectOptions
 from shoal.errors import BadInput
@@ -26,39 +24,26 @@ from shoal.runtime.wording import counted
 _MOST_SHOWN = 16  # ranks whose time is divided in a table
 
 
-@options.with_fields
 def simulate(
     asked: SubjectOptions,
     of_step: PredictedStepOptions,
     workers: options.Workers = 1,
     strategy: options.Strategy = None,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Slow workers down: 7:3x makes worker 7 three times slower, node:2:3x and "
-            "rack:3:2x all of a node or rack; repeatable."
-        ),
-    ] = None,
-    lost: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Leave a worker out: 12, or all of node:2 or rack:3, with what is left of their "
-            "replicas; the others do the whole batch. Repeatable."
-        ),
-    ] = None,
-    noise_seed: Annotated[
-        int | None,
-        typer.Option(
-            "--noise-seed", help="Workers are as unequal as the cluster's noise says, by this seed."
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Steps to simulate.", show_default="as many as the strategy needs"
-        ),
-    ] = None,
-    trace: options.Trace = None,
+    slow: list[str] | None = option(
+        "Slow workers down: 7:3x makes worker 7 three times slower, node:2:3x and "
+        "rack:3:2x all of a node or rack; repeatable."
+    ),
+    lost: list[str] | None = option(
+        "Leave a worker out: 12, or all of node:2 or rack:3, with what is left of their "
+        "replicas; the others do the whole batch. Repeatable."
+    ),
+    noise_seed: int | None = option(
+        "Workers are as unequal as the cluster's noise says, by this seed.", None, "--noise-seed"
+    ),
+    steps: int | None = option(
+        "Steps to simulate.", min=1, show_default="as many as the strategy needs"
+    ),
+    trace: Path | None = options.TRACE,
     as_json: options.Json = False,
 ) -> None:
     """Simulate training steps on a cluster: computation, messages that share links, waits.

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
@@ -16,6 +13,7 @@ from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
 from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, command_for, config_for, run_quietly
+from shoal.commands.options import argument, option
 from shoal.errors import BadInput
 from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
@@ -42,60 +40,37 @@ def workload_of_command(command: Sequence[str]) -> Subject:
 
 
 _NETWORK_ALPHA_S = 5e-6
-_Text = str | None
-_Number = int | None
 
 
 @dataclass(frozen=True)
 class SubjectOptions:
     """The options that `shoal plan`, `predict` and `simulate` share."""
 
-    model: Annotated[
-        _Text,
-        typer.Argument(
-            help="A script that calls shoal.run, an example, or a transformer such as gpt-3.",
-            show_default=False,
-        ),
-    ] = None
-    args: options.ScriptArgs = None
-    cluster: Annotated[
-        _Text,
-        typer.Option(
-            help="A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE
-        ),
-    ] = None
-    gpt: Annotated[
-        _Text, typer.Option(help="A transformer by its sizes: layers=96,hidden=12288,heads=96,…")
-    ] = None
-    network: Annotated[
-        _Text,
-        typer.Option(help="One device in each node, joined by a network of this rate: 200Gb/s."),
-    ] = None
-    limit: Annotated[
-        _Text, typer.Option(help="Memory of a device, such as 10GB.", show_default="the cluster's")
-    ] = None
-    batch: Annotated[
-        _Number,
-        typer.Option(
-            min=1,
-            help="Samples of the global batch.",
-            show_default="the script's; about 4 million tokens for a transformer",
-        ),
-    ] = None
-    microbatch: Annotated[
-        _Number,
-        typer.Option(
-            min=1,
-            help="Samples of a micro-batch of one replica.",
-            show_default="as the script accumulates; under pp two micro-batches for each stage",
-        ),
-    ] = None
-    precision: Annotated[
-        _Text, typer.Option(help="Of a transformer: mixed or fp32.", show_default="mixed")
-    ] = None
-    flash_attention: Annotated[
-        bool, typer.Option(help="Whether scores of attention are never in memory.")
-    ] = True
+    model: str | None = argument(
+        "A script that calls shoal.run, an example, or a transformer such as gpt-3.",
+        show_default=False,
+    )
+    args: list[str] | None = options.SCRIPT_ARGS
+    cluster: str | None = option(
+        "A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE
+    )
+    gpt: str | None = option("A transformer by its sizes: layers=96,hidden=12288,heads=96,…")
+    network: str | None = option(
+        "One device in each node, joined by a network of this rate: 200Gb/s."
+    )
+    limit: str | None = option("Memory of a device, such as 10GB.", show_default="the cluster's")
+    batch: int | None = option(
+        "Samples of the global batch.",
+        min=1,
+        show_default="the script's; about 4 million tokens for a transformer",
+    )
+    microbatch: int | None = option(
+        "Samples of a micro-batch of one replica.",
+        min=1,
+        show_default="as the script accumulates; under pp two micro-batches for each stage",
+    )
+    precision: str | None = option("Of a transformer: mixed or fp32.", show_default="mixed")
+    flash_attention: bool = option("Whether scores of attention are never in memory.", True)
 
     def subject(self, workers: int) -> Subject:
         if (self.model is None) == (self.gpt is None):
@@ -141,22 +116,13 @@ class SubjectOptions:
 class PredictedStepOptions:
     """The options of `predict` and `simulate` about one step; `plan` tries what there is."""
 
-    recompute: Annotated[str, typer.Option(help="Of activations: none, selective or full.")] = (
-        "none"
+    recompute: str = option("Of activations: none, selective or full.", "none")
+    overlap: bool = option("Gradients are sent while backward runs.", True)
+    even_stages: bool = option("As many blocks in every stage of pp.", False, "--even-stages")
+    scatter_sends: bool = option(
+        "Ranks of tp send a part each between stages, and gather it.", False, "--scatter-sends"
     )
-    overlap: Annotated[bool, typer.Option(help="Gradients are sent while backward runs.")] = True
-    even_stages: Annotated[
-        bool, typer.Option("--even-stages", help="As many blocks in every stage of pp.")
-    ] = False
-    scatter_sends: Annotated[
-        bool,
-        typer.Option(
-            "--scatter-sends", help="Ranks of tp send a part each between stages, and gather it."
-        ),
-    ] = False
-    hide: Annotated[
-        str, typer.Option(help="Communication that runs beside computing: of tp, ep, pp.")
-    ] = ""
+    hide: str = option("Communication that runs beside computing: of tp, ep, pp.", "")
 
     def on(self, settings: PlanSettings) -> PlanSettings:
         if self.recompute not in ("none", "selective", "full"):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.commands import options
 from shoal.commands.submit_kubernetes import checkpoint_warning, manifest
 from shoal.commands.submit_request import CHECKPOINT, MARK, TRUSTED, SubmitRequest
 from shoal.commands.submit_slurm import slurm_script
@@ -53,7 +52,6 @@ def _kubernetes_job(asked: SubmitRequest) -> SubmittedJob:
     return SubmittedJob(text, f"{asked.name}.json", ["kubectl", "create", "-f"], warnings)
 
 
-@options.with_fields
 def submit(request: SubmitRequest) -> None:
     """Write a script's job for Slurm or Kubernetes, and submit it."""
     job = _slurm_job(request) if request.slurm else _kubernetes_job(request)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, get_type_hints
-
-import typer
 
 from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, command_for, strategy_for
+from shoal.commands.options import option
 from shoal.errors import BadInput
 from shoal.launch.here.checkpoint_option import OPTION_NAME, read_folder
 from shoal.runtime.config import CheckpointConfig, RunConfig, TlsConfig, variable_name
@@ -30,9 +28,6 @@ _TIME = re.compile(
 _MEMORY = re.compile(r"(\d{1,12})([KMGT]?)")
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _CLAIM = re.compile(r"[^:]+:/[^:\0]*")
-_Text = str | None
-_Texts = list[str] | None
-_Number = int | None
 
 
 @dataclass(frozen=True)
@@ -40,81 +35,64 @@ class SubmitRequest:
     """The script, and all options of the command with their help."""
 
     script: options.Script
-    args: options.ScriptArgs = None
-    slurm: Annotated[bool, typer.Option("--slurm", help="A job of Slurm (sbatch).")] = False
-    k8s: Annotated[bool, typer.Option("--k8s", help="A job of Kubernetes (kubectl).")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job only.")] = False
-    output: Annotated[Path | None, typer.Option("-o", help="Write the job to this file.")] = None
+    args: list[str] | None = options.SCRIPT_ARGS
+    slurm: bool = option("A job of Slurm (sbatch).", False, "--slurm")
+    k8s: bool = option("A job of Kubernetes (kubectl).", False, "--k8s")
+    dry_run: bool = option("Print the job only.", False, "--dry-run")
+    output: Path | None = option("Write the job to this file.", None, "-o")
     workers: options.Workers = 1
     strategy: options.Strategy = None
-    seed: options.Seed = None
+    seed: int | None = options.SEED
     device: options.Device = None
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes, or of pods.")] = 1
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a node.")] = 0
-    gpus: Annotated[_Number, typer.Option(min=1, help="Slurm: GPUs of all nodes together.")] = None
-    cpus: Annotated[_Number, typer.Option(min=1, help="Cores of a worker.")] = None
-    memory: Annotated[_Text, typer.Option(help="Memory of a node, such as 64G.")] = None
-    time: Annotated[_Text, typer.Option(help="Time limit: minutes, HH:MM:SS or DAYS-HH:MM:SS.")] = (
-        None
+    nodes: int = option("Number of nodes, or of pods.", 1, min=1)
+    gpus_per_node: int = option("GPUs of a node.", 0, min=0)
+    gpus: int | None = option("Slurm: GPUs of all nodes together.", min=1)
+    cpus: int | None = option("Cores of a worker.", min=1)
+    memory: str | None = option("Memory of a node, such as 64G.")
+    time: str | None = option("Time limit: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
+    job_name: str | None = option("Name of the job.", show_default="that of the script")
+    env: list[str] | None = option("A variable; repeatable.", metavar="NAME=VALUE")
+    checkpoint: str | None = options.CHECKPOINT
+    requeue: bool | None = option(
+        "Start again after a preemption.",
+        None,
+        "--requeue/--no-requeue",
+        show_default="with --checkpoint",
     )
-    job_name: Annotated[
-        _Text, typer.Option(help="Name of the job.", show_default="that of the script")
-    ] = None
-    env: Annotated[_Texts, typer.Option(metavar="NAME=VALUE", help="A variable; repeatable.")] = (
-        None
+    max_restarts: int = option("Starts after crashes.", 0, min=0)
+    notice: int = option("Seconds from the signal to the end.", 60, min=1, max=65535)
+    python: str | None = option("The Python of workers.", show_default="this one; python in images")
+    partition: str | None = option("Slurm: the partition.")
+    account: str | None = option("Slurm: the account.")
+    log: str | None = option("Slurm: file for the output.")
+    line: list[str] | None = option(
+        "Slurm: an option of sbatch more, --constraint=a100; repeatable."
     )
-    checkpoint: options.Checkpoint = None
-    requeue: Annotated[
-        bool | None,
-        typer.Option(
-            "--requeue/--no-requeue",
-            help="Start again after a preemption.",
-            show_default="with --checkpoint",
-        ),
-    ] = None
-    max_restarts: Annotated[int, typer.Option(min=0, help="Starts after crashes.")] = 0
-    notice: Annotated[
-        int, typer.Option(min=1, max=65535, help="Seconds from the signal to the end.")
-    ] = 60
-    python: Annotated[
-        _Text,
-        typer.Option(help="The Python of workers.", show_default="this one; python in images"),
-    ] = None
-    partition: Annotated[_Text, typer.Option(help="Slurm: the partition.")] = None
-    account: Annotated[_Text, typer.Option(help="Slurm: the account.")] = None
-    log: Annotated[_Text, typer.Option(help="Slurm: file for the output.")] = None
-    line: Annotated[
-        _Texts, typer.Option(help="Slurm: an option of sbatch more, --constraint=a100; repeatable.")
-    ] = None
-    setup: Annotated[
-        _Texts,
-        typer.Option(help="Slurm: a line of shell before srun, module load cuda; repeatable."),
-    ] = None
-    srun: Annotated[
-        _Texts, typer.Option(help="Slurm: an option of srun, --container-image=IMAGE; repeatable.")
-    ] = None
-    secret_file: Annotated[
-        Path | None, typer.Option(help="Slurm: a file with the secret of the run, mode 0600.")
-    ] = None
-    image: Annotated[_Text, typer.Option(help="Kubernetes: the image.")] = None
-    namespace: Annotated[_Text, typer.Option(help="Kubernetes: the namespace.")] = None
-    secret: Annotated[
-        _Text,
-        typer.Option(help="Kubernetes: a Secret whose key `secret` has the secret of the run."),
-    ] = None
-    claim: Annotated[
-        _Texts, typer.Option(metavar="NAME:/PATH", help="Kubernetes: a volume claim; repeatable.")
-    ] = None
+    setup: list[str] | None = option(
+        "Slurm: a line of shell before srun, module load cuda; repeatable."
+    )
+    srun: list[str] | None = option(
+        "Slurm: an option of srun, --container-image=IMAGE; repeatable."
+    )
+    secret_file: Path | None = option("Slurm: a file with the secret of the run, mode 0600.")
+    image: str | None = option("Kubernetes: the image.")
+    namespace: str | None = option("Kubernetes: the namespace.")
+    secret: str | None = option(
+        "Kubernetes: a Secret whose key `secret` has the secret of the run."
+    )
+    claim: list[str] | None = option(
+        "Kubernetes: a volume claim; repeatable.", metavar="NAME:/PATH"
+    )
     as_json: options.Json = False
 
     def __post_init__(self) -> None:
         if self.slurm == self.k8s:
             raise BadInput("give --slurm or --k8s: one of them")
         other = "Kubernetes: " if self.slurm else "Slurm: "
-        for name, hint in get_type_hints(SubmitRequest, include_extras=True).items():
-            if getattr(self, name) and str(hint.__metadata__[0].help).startswith(other):
-                option, chosen = name.replace("_", "-"), "--slurm" if self.slurm else "--k8s"
-                raise BadInput(f"--{option} means nothing to {chosen}: leave it out")
+        for one in fields(self):
+            if getattr(self, one.name) and options.help_of(one).startswith(other):
+                named, chosen = one.name.replace("_", "-"), "--slurm" if self.slurm else "--k8s"
+                raise BadInput(f"--{named} means nothing to {chosen}: leave it out")
         if self.nodes > self.workers:
             workers = counted(self.workers, "worker")
             raise BadInput(

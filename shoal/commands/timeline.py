@@ -7,13 +7,13 @@ from fractions import Fraction
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options, output
+from shoal.commands.options import argument, option
 from shoal.errors import BadInput
 from shoal.observe.time_shares import waits
 from shoal.observe.timeline import OTHER, TRANSFER, MeasuredTimeline, select
@@ -44,18 +44,11 @@ _UNKNOWN = ("?", "white", "#b0b7c0")
 
 
 def timeline(
-    run: Annotated[
-        Path, typer.Argument(help="A trace of shoal run --trace, or a folder with one.")
-    ],
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIRST[:LAST]",
-            help="The steps to show, as 20:23.",
-            show_default="two from the middle",
-        ),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    run: Path = argument("A trace of shoal run --trace, or a folder with one.", ...),
+    steps: str | None = option(
+        "The steps to show, as 20:23.", metavar="FIRST[:LAST]", show_default="two from the middle"
+    ),
+    svg: Path | None = option("Write a picture here."),
     as_json: options.Json = False,
 ) -> None:
     """Draw what each worker and server did: computing, transfers, waits.

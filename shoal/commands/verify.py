@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from shoal.commands import launching, options
+from shoal.commands.options import option
 from shoal.commands.output import show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import template_of
@@ -126,12 +127,12 @@ class ScriptRuns:
 
 def verify(
     script: options.Script,
-    args: options.ScriptArgs = None,
+    args: list[str] | None = options.SCRIPT_ARGS,
     workers: options.Workers = 2,
-    on: options.On = None,
+    on: str | None = options.ON,
     strategy: options.Strategy = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, at most.")] = 20,
-    seed: options.Seed = None,
+    steps: int = option("Training steps to compare, at most.", 20, min=1),
+    seed: int | None = options.SEED,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:

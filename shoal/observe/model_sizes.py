@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.rows import num_rows
+from shoal.plan.tracing.module import AUTOCAST, on_fake_tensors
 from shoal.plan.tracing.recorder import SavedTensors
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
@@ -27,8 +26,6 @@ from shoal.sync.memory import ModelSizes
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.sync.shared_host import takes_slices
 from shoal.train.step.cut_batch import ForwardSignature
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sizes_of(
@@ -89,23 +86,15 @@ def activation_bytes(
     model: nn.Module, loss: Loss, micro: Any, precision: str, stages: Stages | None = None
 ) -> list[int]:
     """What autograd saves of a micro-batch in each virtual stage; parameters do not count."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    dtype = _AUTOCAST.get(precision)
+    dtype = AUTOCAST.get(precision)
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
+        on_fake_tensors(model, micro) as (known, content),
         fork_rng(torch.device("cpu")),
         torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
     ):
-        fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
-        content = map_tensors(_fake, micro)
         inputs, targets = ForwardSignature(model).arguments(content, num_rows(content))
-        with _reparametrize_module(model, fake, tie_weights=True):
-            forwards = _forwards(model, stages, inputs)
-            return list(_saved_by(forwards, inputs, lambda y: loss(y, targets), fake.values()))
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+        forwards = _forwards(model, stages, inputs)
+        return list(_saved_by(forwards, inputs, lambda y: loss(y, targets), known))
 
 
 def _forwards(model: nn.Module, stages: Stages | None, inputs: Tree) -> list[Callable[[Any], Any]]:

@@ -13,6 +13,7 @@ Losses are added up alike, and travel in the header of the gradient buckets. The
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,37 +26,32 @@ from shoal.schedules.pipelines import Action, ActionKind
 _ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
+@dataclass(eq=False)
 class StepAccumulation:
     """`reduce_tied` adds up the gradients of weights that several stages of a pipeline hold.
 
     Stages of a pipeline other than the last have no loss: theirs is 0.
     """
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        reduce_tied: Callable[[], None] | None = None,
-        every_microbatch: bool = False,
-    ):
-        self._flat = flat
-        self._reduce_tied = reduce_tied
-        self._every_microbatch = every_microbatch
+    flat: FlatParams
+    reduce_tied: Callable[[], None] | None = None
+    every_microbatch: bool = False
 
     def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
         self._on_bucket = on_bucket
         self._total: Tensor | None = None
-        if self._reduce_tied is not None:
-            self.add_loss(0, torch.zeros((), device=self._flat.device))
+        if self.reduce_tied is not None:
+            self.add_loss(0, torch.zeros((), device=self.flat.device))
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
-        if self._total is not None and not self._every_microbatch:
+        if self._total is not None and not self.every_microbatch:
             loss = self._total + loss
         self._total = loss
-        self._flat.grads.record_loss(loss)
+        self.flat.grads.record_loss(loss)
 
     def before(self, action: Action, is_last: bool) -> None:
         if self._reports(action, is_last):
-            self._flat.grads.arm(self._on_bucket)
+            self.flat.grads.arm(self._on_bucket)
 
     def after(self, action: Action, is_last: bool) -> None:
         if self._reports(action, is_last):
@@ -66,13 +62,13 @@ class StepAccumulation:
         return self._total
 
     def _reports(self, action: Action, is_last: bool) -> bool:
-        return action.kind in _ENDS_BACKWARD if self._every_microbatch else is_last
+        return action.kind in _ENDS_BACKWARD if self.every_microbatch else is_last
 
     def _flush(self) -> None:
-        if self._reduce_tied is not None:
-            self._reduce_tied()
-        self._flat.grads.flush()
-        self._flat.reshard()
+        if self.reduce_tied is not None:
+            self.reduce_tied()
+        self.flat.grads.flush()
+        self.flat.reshard()
 
 
 class OrderedAccumulation(StepAccumulation):
@@ -80,7 +76,7 @@ class OrderedAccumulation(StepAccumulation):
 
     def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
         self._on_bucket = on_bucket
-        zero = torch.zeros((), device=self._flat.device)
+        zero = torch.zeros((), device=self.flat.device)
         self._losses = dict.fromkeys(range(microbatches), zero)
         self.gradients: dict[int, dict[nn.Parameter, Tensor]] = {}
 
@@ -95,7 +91,7 @@ class OrderedAccumulation(StepAccumulation):
         if action.kind not in _ENDS_BACKWARD:
             return
         grads = self.gradients.setdefault(action.microbatch, {})
-        for p in self._flat.params:
+        for p in self.flat.params:
             if p.grad is not None:
                 grads[p] = grads[p] + p.grad if p in grads else p.grad
                 p.grad = None
@@ -104,7 +100,7 @@ class OrderedAccumulation(StepAccumulation):
         for m, loss in self._losses.items():
             for p, grad in self.gradients.pop(m, {}).items():
                 p.grad = grad
-            self._flat.grads.record_loss(loss)
-            self._flat.grads.arm(self._on_bucket)
+            self.flat.grads.record_loss(loss)
+            self.flat.grads.arm(self._on_bucket)
             self._flush()
         return loss

@@ -19,8 +19,8 @@ transformer), unless that holds experts, which run side by side.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ def _numbers(module: nn.Module) -> int:
 
 
 LossOf = Callable[[Tree], Tensor]  # runs the model on a batch
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -155,10 +155,7 @@ def _trace(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)  # recurrent layers are then products that a trace sees
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
-        content = map_tensors(_fake, batch)
-        stack.enter_context(_reparametrize_module(model, fake, tie_weights=True))
+        _, content = stack.enter_context(on_fake_tensors(model, batch))
         recorder = TraceRecorder(model, tuple(_layers("", model, False)) or ("",), splits)
         stack.enter_context(recorder.watching())
         with _autocast(compute, tensors):
@@ -169,13 +166,24 @@ def _trace(
         return recorder.recorded()
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+@contextmanager
+def on_fake_tensors(model: nn.Module, tree: Tree) -> Iterator[tuple[Sequence[Tensor], Tree]]:
+    """In the block the tensors of the model are fake; yields them, and the tree with fake ones."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        own = {name: fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
+        content = map_tensors(fake, tree)
+        with _reparametrize_module(model, own, tie_weights=True):
+            yield list(own.values()), content
 
 
 def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> torch.autocast:
     """On where products are narrower than the parameters."""
-    dtype = _AUTOCAST.get(compute)
+    dtype = AUTOCAST.get(compute)
     is_wider = any(t.dtype == torch.float32 for _, t in tensors)
     return torch.autocast(
         "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None and is_wider

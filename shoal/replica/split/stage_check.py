@@ -51,7 +51,7 @@ class _KeptGradients(OrderedAccumulation):
     """Those of one micro-batch: nothing is reduced."""
 
     def finish(self) -> Tensor:
-        return torch.zeros((), device=self._flat.device)
+        return torch.zeros((), device=self.flat.device)
 
 
 class StageCheck:
