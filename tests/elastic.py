@@ -26,7 +26,7 @@ from shoal.comm.members.board import Board, FileBoard, GroupMember
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.members.membership import GroupMembership
 from shoal.comm.members.network_board import NetworkBoard, ServedBoard
-from shoal.comm.network import HostSpec
+from shoal.comm.network import HostNetwork
 from shoal.comm.store.service import StoreService
 from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig
@@ -177,7 +177,7 @@ class Workers:
     def board(self, member: GroupMember) -> Board:
         return FileBoard(self.run_dir.members(1), self.run_dir)
 
-    def hosts(self, member: GroupMember) -> HostSpec | None:
+    def hosts(self, member: GroupMember) -> HostNetwork | None:
         return None
 
     def _group(self, member: GroupMember) -> ElasticGroup:
@@ -255,9 +255,9 @@ class HostWorkers(Workers):
     def board(self, member: GroupMember) -> Board:
         return NetworkBoard(("127.0.0.1", self._port), SECRET, member, 1)
 
-    def hosts(self, member: GroupMember) -> HostSpec:
+    def hosts(self, member: GroupMember) -> HostNetwork:
         name = self.moved.get(member, f"host {member.worker // self.per_host}")
-        return HostSpec(f"{self.folder} {name}")
+        return HostNetwork(RunConfig(host_id=f"{self.folder} {name}"))
 
 
 def alone(train: Train, folder: Path) -> Any:

@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from shoal.launch.here.output import Write
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import document_of, write_atomically
 from shoal.runtime.memory_limit import cores
+from shoal.runtime.wording import counted
 
 MODULE = "shoal.calibration.worker"
 RESULT = "measured by all workers: "  # begins the line of rank 0 with what it has found
@@ -34,15 +35,6 @@ _START_S = 3.0  # until workers have loaded torch
 _LEAST_S = 1.5
 _MOST_S = 86_400.0
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """`workers`: the most at the same time; default as many as there are cores."""
-
-    workers: int | None = None
-    seconds: float = 60.0
-    device: str | None = None
 
 
 def check_seconds(seconds: float) -> None:
@@ -67,21 +59,23 @@ def _most(device: str | None) -> int:
     return gpus or cores()
 
 
-def calibrate(options: CalibrationOptions, say: Say) -> Cluster:
-    """Measure this machine in about as many seconds as the options say."""
-    if options.workers is not None and options.workers < 1:
-        raise BadInput(f"cannot measure {options.workers} workers: at least 1 is needed")
-    check_seconds(options.seconds)
-    counts = worker_counts(options.workers or _most(options.device))
-    each_s = max(_LEAST_S, options.seconds / len(counts) - _START_S)
+def calibrate(
+    say: Say, seconds: float = 60.0, workers: int | None = None, device: str | None = None
+) -> Cluster:
+    """Measure this machine in about so many seconds.
+
+    `workers`: the most at the same time; default as many as there are cores.
+    """
+    counts = worker_counts(workers or _most(device))
+    each_s = max(_LEAST_S, seconds / len(counts) - _START_S)
     documents = []
-    for number, workers in enumerate(counts, 1):
-        say(f"[{number}/{len(counts)}] {workers} worker{'s'[: workers > 1]}, {each_s:.0f} s")
+    for number, count in enumerate(counts, 1):
+        say(f"[{number}/{len(counts)}] {counted(count, 'worker')}, {each_s:.0f} s")
         config = RunConfig.from_environment()
-        device, strategy = options.device or config.device, "ddp" if workers > 1 else "single"
+        strategy = "ddp" if count > 1 else "single"
         command = [sys.executable, "-m", MODULE, "--seconds", str(each_s)]
-        config = replace(config, strategy=strategy, device=device)
-        spec = LaunchSpec(command, workers, config, servers=int(workers > 1))
+        config = replace(config, strategy=strategy, device=device or config.device)
+        spec = LaunchSpec(command, count, config, servers=int(count > 1))
         documents.append(found_by(partial(launch, spec)))
     here = this_machine()
     return machine_of(documents, cores(), here.device.memory_bytes * here.node.devices)
@@ -115,7 +109,7 @@ def calibrated_cluster(say: Say = lambda text: None, device: str | None = None) 
     if (kept := cached_cluster(device)) is not None:
         return kept
     say("measuring this machine once, for about 60 s")
-    cluster = calibrate(CalibrationOptions(seconds=60.0, device=device), say)
+    cluster = calibrate(say, device=device)
     keep(cluster, device)
     return cluster
 

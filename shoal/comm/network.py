@@ -29,7 +29,6 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 
 if TYPE_CHECKING:
-    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
     from shoal.transport.tcp.transport import TcpEngine
 
 
@@ -40,7 +39,10 @@ _ANY_PORT = 9  # nothing is sent: the kernel chooses the interface
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """What a rank knows of the network; the default is one where all are reached at loopback."""
+    """What a rank knows of its host and of the network.
+
+    The default is one where all are reached at loopback.
+    """
 
     config: RunConfig = field(default_factory=RunConfig)
     is_one_host: bool = False
@@ -79,15 +81,6 @@ class HostNetwork:
         return TlsConfig() if self.is_local else self.config.tls
 
 
-@dataclass(frozen=True)
-class HostSpec:
-    """What a rank knows of its host and of the network: see `GroupSpec`."""
-
-    host_id: str | None = None
-    run_dir: RunDir | None = None
-    network: HostNetwork = field(default_factory=HostNetwork)
-
-
 def share_on_hosts(
     topology: Topology, exchange: Exchange, timeout_s: float, run_dir: RunDir | None = None,
     explains: bool = True,
@@ -111,15 +104,6 @@ def share_on_hosts(
         local.close()
         return None
     return local
-
-
-def open_links(
-    topology: Topology, exchange: Exchange, timeout_s: float, network: HostNetwork
-) -> TcpLinks:
-    """The connections between the hosts of a group; all ranks call it."""
-    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
-
-    return TcpLinks(open_engine(topology, exchange, timeout_s, network), topology, timeout_s)
 
 
 def open_engine(

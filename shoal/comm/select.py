@@ -29,8 +29,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.store.authenticated import generation_name, own_generation
-from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.config import RunConfig, gloo_settings
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built
@@ -55,13 +54,10 @@ class GroupSpec:
     name: str  # tells the runs of one process apart
     algorithm: str | None = None  # the all-reduce that was asked for by name
     replicas: int = 1  # how many of them agree by it
-    host_id: str | None = None  # ranks with the same one share memory; default: by kernel and user
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long an operation waits for the other ranks
-    run_dir: RunDir | None = None  # where the last operations are written after a failure
     secret: bytes | None = field(default=None, repr=False)  # proves what is in the store
     is_one_host: bool = False  # all ranks are: nothing then listens beyond loopback
     config: RunConfig = field(default_factory=RunConfig, repr=False)  # how hosts reach each other
-    hostname: str | None = None  # by which other ranks reach this one
     store: Store | None = field(default=None, repr=False)  # in which ranks have met already
 
     @property
@@ -94,7 +90,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
     """A group of all ranks; all of them have joined when the block begins."""
     is_ours = not dist.is_initialized()
     stores: list[Store] = []  # torch does not keep a store that is written in Python
-    with gloo_on_loopback(spec.is_one_host), gloo_unused(spec.is_gloo_unused and is_ours):
+    with gloo_settings(spec.is_one_host, is_unused=spec.is_gloo_unused and is_ours):
         if is_ours:
             _join_world(spec, stores)
         world = dist.group.WORLD
@@ -153,7 +149,8 @@ def _meet_openly(spec: GroupSpec, store: Store, kept: list[Store]) -> Store:
         name = generation_name(proven, rank, size)
         if secret is None:
             return PrefixStore(name, store)
-        host = networks.LOOPBACK if spec.is_one_host else spec.hostname or spec.network.address
+        given = spec.config.hostname or spec.config.environ.get("MASTER_ADDR")  # torchrun
+        host = networks.LOOPBACK if spec.is_one_host else given or spec.network.address
         own = move_to_own_service(proven, name, rank, secret, host)
         kept.append(own)
         named = PrefixStore(spec.name, own)
@@ -173,8 +170,7 @@ def _open_shared(spec: GroupSpec) -> SharedMemory | Hierarchical | None:
     if spec.backend != "gloo" or spec.algorithm is not None:
         return None
     store = shared_store(f"memory of {spec.name}", spec.rank, spec.size)
-    host = networks.HostSpec(spec.host_id, spec.run_dir, spec.network)
-    return share_memory(store, spec.rank, spec.size, spec.timeout_s, host)
+    return share_memory(store, spec.rank, spec.size, spec.timeout_s, spec.network)
 
 
 def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
@@ -202,7 +198,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
         return TorchTransport(world), tuple(range(spec.size))
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
-    hosts = Topology.of(exchange(host_id(spec.host_id)), spec.rank)
+    hosts = Topology.of(exchange(host_id(spec.config.host_id)), spec.rank)
     placed = networks.in_ring_order(hosts, spec.network, exchange)
     order = tuple(rank for ranks in placed.hosts for rank in ranks)
     if not _all_built(exchange):
@@ -239,35 +235,36 @@ def share_memory(
     rank: int,
     size: int,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    host: networks.HostSpec | None = None,
+    network: networks.HostNetwork | None = None,
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 
     None on all ranks, with a warning, if one of them cannot share memory: Gloo joins them then.
     `store` must have no other users.
     """
-    host = host or networks.HostSpec()
+    network = network or networks.HostNetwork()
     exchange = exchange_over(store, rank, size)
-    topology = Topology.of(exchange(host_id(host.host_id)), rank)
+    topology = Topology.of(exchange(host_id(network.config.host_id)), rank)
     if len(topology.hosts) > 1:
-        topology = networks.in_ring_order(topology, host.network, exchange)
-    local = networks.share_on_hosts(topology, exchange, timeout_s, host.run_dir)
+        topology = networks.in_ring_order(topology, network, exchange)
+    local = networks.share_on_hosts(topology, exchange, timeout_s, network.config.run_dir)
     if local is None:
         if len(topology.hosts) > 1:
-            host.network.check_gloo(rank)
+            network.check_gloo(rank)
         _warn_once(rank)
         return None
     if len(topology.hosts) == 1:
         return local
     try:
-        links = networks.open_links(topology, exchange, timeout_s, host.network)
+        engine = networks.open_engine(topology, exchange, timeout_s, network)
     except BaseException:
         local.close()
         raise
 
     from shoal.comm.executors.hierarchical.executor import Hierarchical
+    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
 
-    return Hierarchical(topology, local, links, timeout_s)
+    return Hierarchical(topology, local, TcpLinks(engine, topology, timeout_s), timeout_s)
 
 
 def _warn_once(rank: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import typer
 
-from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
+from shoal.calibration.measure import calibrate, check_seconds, keep
 from shoal.cluster import Cluster, drawing
 from shoal.cluster.discover import discover as discover_host
 from shoal.cluster.hardware import Device, MeasuredCalls
@@ -43,7 +43,7 @@ def calibrate_command(
     """
     check_folder(output, "a cluster file")
     check_seconds(seconds)
-    measured = calibrate(CalibrationOptions(workers, seconds, device), say)
+    measured = calibrate(say, seconds, workers, device)
     text = cluster_text(measured)
     kept = keep(measured, device) if workers is None else None
     if output is not None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.strategy.options import read_setting
 
+Layout = list[tuple[int, torch.dtype]]  # flat tensors of so many elements, one after the other
+
 
 class Compressor(Protocol):
     """Turns flat floating-point tensors into bytes. The caller keeps what is lost (error feedback).
@@ -23,44 +25,41 @@ class Compressor(Protocol):
     to expect and refuses anything else. Bytes are those of the machine, little-endian here.
     """
 
+    def layout(self, numel: int) -> Layout:
+        """The tensors that `numel` elements become."""
+
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
+        """The tensors that stand for `x` (flat, floating-point), of any shape."""
+
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        """What the flat tensors of a message stand for: `numel` float32 elements."""
+
     def num_bytes(self, numel: int) -> int:
-        """How many bytes `numel` elements become; a multiple of 4."""
+        """A multiple of 4, so that consecutive payloads stay aligned."""
+        total = sum(count * dtype.itemsize for count, dtype in self.layout(numel))
+        return -(-total // 4) * 4
 
     def pack(self, x: Tensor) -> Tensor:
-        """`x` (flat, floating-point) as a flat uint8 tensor of `num_bytes(x.numel())`."""
+        """`x` as a flat uint8 tensor of `num_bytes(x.numel())`."""
+        raw = [t.contiguous().view(torch.uint8).view(-1) for t in self.encode(x)]
+        padding = self.num_bytes(x.numel()) - sum(one.numel() for one in raw)
+        return torch.cat([*raw, raw[0].new_zeros(padding)])
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
         """What the bytes stand for: `numel` float32 elements."""
-
-
-def join(tensors: Sequence[Tensor], num_bytes: int) -> Tensor:
-    """The bytes of the tensors one after the other, padded with zeros to `num_bytes`."""
-    raw = [tensor.contiguous().view(torch.uint8).view(-1) for tensor in tensors]
-    padding = num_bytes - sum(one.numel() for one in raw)
-    return torch.cat([*raw, raw[0].new_zeros(padding)])
-
-
-def split(
-    payload: Tensor, layout: Sequence[tuple[int, torch.dtype]], num_bytes: int
-) -> list[Tensor]:
-    """The inverse of `join`: flat tensors of (number of elements, dtype)."""
-    if payload.dtype != torch.uint8 or payload.numel() != num_bytes:
-        raise ShoalError(
-            f"expected a compressed tensor of {num_bytes} bytes, got {payload.numel()} "
-            f"elements of {payload.dtype}"
-        )
-    tensors = []
-    start = 0
-    for numel, dtype in layout:
-        stop = start + numel * dtype.itemsize
-        tensors.append(payload[start:stop].contiguous().view(dtype))
-        start = stop
-    return tensors
-
-
-def round_up_to_words(num_bytes: int) -> int:
-    """Rounded up to a multiple of 4, so that consecutive payloads stay aligned."""
-    return -(-num_bytes // 4) * 4
+        num_bytes = self.num_bytes(numel)
+        if payload.dtype != torch.uint8 or payload.numel() != num_bytes:
+            raise ShoalError(
+                f"expected a compressed tensor of {num_bytes} bytes, got {payload.numel()} "
+                f"elements of {payload.dtype}"
+            )
+        tensors = []
+        start = 0
+        for count, dtype in self.layout(numel):
+            stop = start + count * dtype.itemsize
+            tensors.append(payload[start:stop].contiguous().view(dtype))
+            start = stop
+        return self.decode(tensors, numel)
 
 
 def to_chunks(x: Tensor, size: int) -> Tensor:
@@ -104,20 +103,18 @@ class PowerSgd(Compressor):
         generator = torch.Generator().manual_seed(0)
         self.basis = torch.randn(self.num_right, generator=generator)
 
-    def num_bytes(self, numel: int) -> int:
-        return 4 * (self.num_left + self.num_right + self.num_rest)
+    def layout(self, numel: int) -> Layout:
+        return [(self.num_left + self.num_rest, torch.float32), (self.num_right, torch.float32)]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
         left = self.project(x)
         self.orthogonalise(left)
         right = self.correlate(x, left)
         self.continue_from(right)
-        return join([left, right], self.num_bytes(x.numel()))
+        return left, right
 
-    def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        layout = [(self.num_left + self.num_rest, torch.float32), (self.num_right, torch.float32)]
-        left, right = split(payload, layout, self.num_bytes(numel))
-        return self.expand(left, right)
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        return self.expand(*tensors)
 
     # The steps of the algorithm. `left` holds every P and then the rest; `right` every Q.
 
@@ -215,10 +212,11 @@ class TopK(Compressor):
         full, rest = divmod(numel, BLOCK)
         return full * self._of_block(BLOCK) + self._of_block(rest)
 
-    def num_bytes(self, numel: int) -> int:
-        return round_up_to_words(4 * self.count(numel))
+    def layout(self, numel: int) -> Layout:
+        count = self.count(numel)
+        return [(count, torch.int16), (count, torch.bfloat16)]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
         end = x.numel() // BLOCK * BLOCK
         indices = []
         values = []
@@ -226,21 +224,19 @@ class TopK(Compressor):
             where = rows.abs().topk(self._of_block(rows.shape[1]), sorted=False).indices
             indices.append((where - _HALF).to(torch.int16).view(-1))
             values.append(rows.gather(1, where).bfloat16().view(-1))
-        return join([*indices, *values], self.num_bytes(x.numel()))
+        return [*indices, *values]
 
-    def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        count = self.count(numel)
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        indices, values = tensors
         full, rest = divmod(numel, BLOCK)
-        layout = [(count, torch.int16), (count, torch.bfloat16)]
-        indices, values = split(payload, layout, self.num_bytes(numel))
         where = indices.long() + _HALF
         in_full = full * self._of_block(BLOCK)
-        if count > in_full and int(where[in_full:].max()) >= rest:
+        if len(where) > in_full and int(where[in_full:].max()) >= rest:
             raise ShoalError(f"a topk message is damaged: it has an index outside of {numel}")
-        starts = torch.arange(full, device=payload.device) * BLOCK
+        starts = torch.arange(full, device=where.device) * BLOCK
         where[:in_full] += starts.repeat_interleave(self._of_block(BLOCK))
         where[in_full:] += full * BLOCK
-        x = torch.zeros(numel, device=payload.device)
+        x = torch.zeros(numel, device=where.device)
         x[where] = values.float()
         return x
 
@@ -261,23 +257,22 @@ class OneBit(Compressor):
     step to step, and the same tensor gives the same bytes.
     """
 
-    def num_bytes(self, numel: int) -> int:
-        return round_up_to_words(4 + -(-numel // CHUNK) * (2 + CHUNK // 8))
+    def layout(self, numel: int) -> Layout:
+        chunks = -(-numel // CHUNK)
+        return [(1, torch.int32), (chunks, torch.bfloat16), (chunks * CHUNK // 8, torch.uint8)]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
         x = x.float()
         seed = x.sum().view(1).view(torch.int32)
         rotated = _transform(to_chunks(x, CHUNK) * _random_signs(seed))
         scales = rotated.abs().mean(1).bfloat16()
         bits = (rotated >= 0).view(-1, 8) * _weights(x.device)
         signs = bits.sum(1, dtype=torch.uint8)
-        return join([seed, scales, signs], self.num_bytes(x.numel()))
+        return seed, scales, signs
 
-    def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        chunks = -(-numel // CHUNK)
-        layout = [(1, torch.int32), (chunks, torch.bfloat16), (chunks * CHUNK // 8, torch.uint8)]
-        seed, scales, signs = split(payload, layout, self.num_bytes(numel))
-        bits = signs.unsqueeze(1).bitwise_and(_weights(payload.device)).ne(0).view(chunks, CHUNK)
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        seed, scales, signs = tensors
+        bits = signs.unsqueeze(1).bitwise_and(_weights(signs.device)).ne(0).view(-1, CHUNK)
         rotated = torch.where(bits, 1.0, -1.0) * scales.float().unsqueeze(1)
         return (_transform(rotated) * _random_signs(seed)).view(-1)[:numel]
 
@@ -319,11 +314,10 @@ class ScaledIntegers(Compressor):
         self.bits, self.chunk, self.scale = bits, chunk, scale
         self.most = 2 ** (bits - 1) - 1
 
-    def num_bytes(self, numel: int) -> int:
-        scales = -(-numel // self.chunk) * self.scale.itemsize
-        return round_up_to_words(scales + self._number_bytes(numel))
+    def layout(self, numel: int) -> Layout:
+        return [(-(-numel // self.chunk), self.scale), (-(-numel * self.bits // 8), torch.int8)]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
         chunks = to_chunks(x.float(), self.chunk)
         scales = (chunks.abs().amax(1) / self.most).to(self.scale)
         divisors = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
@@ -332,33 +326,28 @@ class ScaledIntegers(Compressor):
         if self.bits == 4:
             low, high = to_chunks(numbers + 8, 2).view(torch.uint8).unbind(1)
             numbers = low + 16 * high
-        return join([scales, numbers], self.num_bytes(x.numel()))
+        return scales, numbers
 
-    def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        layout = [(-(-numel // self.chunk), self.scale), (self._number_bytes(numel), torch.int8)]
-        scales, numbers = split(payload, layout, self.num_bytes(numel))
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        scales, numbers = tensors
         if self.bits == 4:
             pairs = numbers.view(torch.uint8)
             numbers = torch.stack([pairs % 16, pairs // 16], 1).view(torch.int8).view(-1) - 8
         chunks = to_chunks(numbers[:numel].float(), self.chunk) * scales.float().unsqueeze(1)
         return chunks.view(-1)[:numel]
 
-    def _number_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
-
 
 class Bf16(Compressor):
     """8 bits of precision, the range of float32: 2n bytes."""
 
-    def num_bytes(self, numel: int) -> int:
-        return round_up_to_words(2 * numel)
+    def layout(self, numel: int) -> Layout:
+        return [(numel, torch.bfloat16)]
 
-    def pack(self, x: Tensor) -> Tensor:
-        return join([x.bfloat16()], self.num_bytes(x.numel()))
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
+        return (x.bfloat16(),)
 
-    def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        (values,) = split(payload, [(numel, torch.bfloat16)], self.num_bytes(numel))
-        return values.float()
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        return tensors[0].float()
 
 
 class Fp16(Compressor):
@@ -368,19 +357,18 @@ class Fp16(Compressor):
     element 2^-29 times as large still has full precision. The scale is sent along.
     """
 
-    def num_bytes(self, numel: int) -> int:
-        return round_up_to_words(4 + 2 * numel)
+    def layout(self, numel: int) -> Layout:
+        return [(1, torch.float32), (numel, torch.float16)]
 
-    def pack(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor) -> Sequence[Tensor]:
         x = x.float()
         largest = torch.linalg.vector_norm(x, torch.inf).view(1)
         exponent = torch.frexp(largest).exponent.clamp(min=-100) - 15
         scale = torch.ldexp(torch.ones_like(largest), exponent)
-        return join([scale, (x / scale).half()], self.num_bytes(x.numel()))
+        return scale, (x / scale).half()
 
-    def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        layout = [(1, torch.float32), (numel, torch.float16)]
-        scale, values = split(payload, layout, self.num_bytes(numel))
+    def decode(self, tensors: list[Tensor], numel: int) -> Tensor:
+        scale, values = tensors
         return values.float() * scale
 
 

@@ -101,7 +101,7 @@ class Capture:
         job.on_step.append(self._after_step)
         job.on_build.append(self._prepare)
         if config.double:
-            job.before_build.append(convert)
+            job.before_build.append(nn.Module.double)  # integers and complex numbers stay
 
     @classmethod
     def start(cls, config: CaptureConfig, job: Job, number: int) -> Capture:
@@ -267,11 +267,6 @@ def additions_in(step: Step) -> int:
 # ------------------------------------------------------------------ double precision
 
 
-def convert(model: nn.Module) -> None:
-    """Floating-point parameters and buffers become float64; integers and complex numbers stay."""
-    model.double()
-
-
 def grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -326,7 +321,7 @@ class DoublePrecision(TorchFunctionMode):
             return args[0].double()
         if func is _GROUPED_MM:
             func = grouped_mm
-        dtypes = {t.dtype for t in _tensors([*args, *kwargs.values()])}
+        dtypes = {t.dtype for t in tensors_of([*args, *kwargs.values()])}
         widen = torch.float64 in dtypes  # and then float32 beside it
         first = args[:1] if writes(func) else ()
         rest = [_replaced(value, widen) for value in args[len(first) :]]
@@ -355,14 +350,6 @@ def compute_in_double(step: Step) -> None:
             yield
 
     step.engine.autocast = both
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _replaced(value: Any, widen: bool) -> Any:

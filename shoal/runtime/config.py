@@ -304,37 +304,25 @@ _GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @contextmanager
-def gloo_on_loopback(is_one_host: bool) -> Iterator[None]:
+def gloo_settings(is_one_host: bool, is_unused: bool = False) -> Iterator[None]:
     """Inside the block Gloo listens at loopback, if all ranks are on one host.
 
-    An interface that the user has named stays.
+    An interface that the user has named stays. `is_unused`: for ranks of several hosts that Shoal
+    joins itself, whose group of torch is a name and a store: Gloo then connects to no other rank
+    before its first use, and at loopback only.
     """
-    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if not is_one_host or not names or os.environ.get(_GLOO_INTERFACE) or not _has_loopback():
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = names.pop()
-    try:
-        yield
-    finally:
-        os.environ.pop(_GLOO_INTERFACE, None)
-
-
-@contextmanager
-def gloo_unused(is_unused: bool) -> Iterator[None]:
-    """Inside the block Gloo connects to no other rank before its first use, and at loopback only.
-
-    For ranks of several hosts that Shoal joins itself: torch's group then is a name and a store.
-    """
-    if not is_unused:
-        yield
-        return
     before = {name: os.environ.get(name) for name in (_GLOO_INTERFACE, _GLOO_LAZY)}
-    os.environ.pop(_GLOO_INTERFACE, None)
-    os.environ[_GLOO_LAZY] = "1"
+    if not is_unused and (not is_one_host or before[_GLOO_INTERFACE]):
+        yield
+        return
+    if is_unused:
+        os.environ.pop(_GLOO_INTERFACE, None)
+        os.environ[_GLOO_LAZY] = "1"
+    loopbacks = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopbacks and _has_loopback():
+        os.environ[_GLOO_INTERFACE] = loopbacks.pop()
     try:
-        with gloo_on_loopback(True):
-            yield
+        yield
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)

@@ -1,7 +1,7 @@
 """What this process waits for, since when, and a watcher that says so when it takes long.
 
     with waiting("rank 0", "server 1", "PULL"): …      a thread waits for a peer
-    add_source(segment)                                 tells of its own waits when it is asked
+    add_source(segment.current_wait)                    tells of its own waits when it is asked
 
     after 10 s, and again every minute:
     shoal: rank 0 has waited for server 1 in PULL for 10 s, since 14:03:07
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from shoal.runtime import clock
 from shoal.runtime.config import WaitConfig
@@ -41,10 +41,7 @@ class LongWait(NamedTuple):
     since_ns: int
 
 
-class WaitSource(Protocol):
-    """Knows what it waits for without having noted it beforehand."""
-
-    def current_wait(self) -> LongWait | None: ...
+Source = Callable[[], LongWait | None]  # a method that knows what its object waits for, if asked
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +74,7 @@ class waiting:  # reads as a statement: `with waiting(…)`
 
 
 _noted: dict[int, waiting] = {}
-_sources: list[weakref.ref[WaitSource]] = []
+_sources: list[weakref.WeakMethod[Source]] = []
 
 
 def is_waiting(thread: int) -> bool:
@@ -93,10 +90,10 @@ def is_waiting(thread: int) -> bool:
     return False
 
 
-def add_source(source: WaitSource) -> None:
-    """Ask it what it waits for, for as long as it exists."""
+def add_source(source: Source) -> None:
+    """Ask what is waited for, as long as the object of this method exists."""
     _sources[:] = [known for known in _sources if known() is not None]
-    _sources.append(weakref.ref(source))
+    _sources.append(weakref.WeakMethod(source))
 
 
 def process_in_words(pid: int) -> str:
@@ -169,7 +166,7 @@ class Watcher(Periodic):
         noted = list(_noted.values())
         sources = [source for known in list(_sources) if (source := known()) is not None]
         seen = set()
-        asked = [(wait, None) for source in sources if (wait := source.current_wait()) is not None]
+        asked = [(wait, None) for source in sources if (wait := source()) is not None]
         for wait, noted_as in [*((n.current_wait(), n) for n in noted), *asked]:
             key = (wait.since_ns, wait.doing)
             seen.add(key)

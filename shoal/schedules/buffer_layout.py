@@ -62,8 +62,6 @@ def shard_transfers(
 
 
 ON_THE_WAY = 2
-REUSED_BYTES = 1 << 20  # memory of at least this size is kept
-_STEPS = 2  # the second one finds what the first has left
 
 
 class FilledBucket(NamedTuple):
@@ -79,12 +77,6 @@ def must_settle(sizes: Sequence[float], size: float, room: float) -> bool:
     return len(sizes) >= ON_THE_WAY and sum(sizes) + size > room
 
 
-def fitting(sizes: Sequence[float], size: float) -> int | None:
-    """Which of the kept pieces of memory is the smallest that is large enough."""
-    enough = [number for number, kept in enumerate(sizes) if kept >= size]
-    return min(enough, key=sizes.__getitem__, default=None)
-
-
 def times_settled(buckets: Sequence[float], room: float) -> int:
     """How often a backward waits for a bucket that is on its way, since the next has no room."""
     on_the_way: list[float] = []
@@ -97,36 +89,20 @@ def times_settled(buckets: Sequence[float], room: float) -> int:
     return times
 
 
-def most_lent(buckets: Sequence[FilledBucket], passes: int, room: float, reused: float) -> float:
-    """Elements of lent and kept memory and of waiting gradients, at the worst moment of a step."""
+def most_lent(buckets: Sequence[FilledBucket], passes: int, room: float) -> float:
+    """Elements of lent memory and of waiting gradients, at the worst moment of a step."""
     most = 0.0
     sizes: list[float] = []  # of buckets on their way
     lent: list[float] = []  # to them
-    kept: list[float] = []
-
-    def settle_first() -> None:
-        sizes.pop(0)
-        memory = lent.pop(0)
-        if memory >= reused:
-            kept.append(memory)
-
-    for _ in range(_STEPS):
-        for number in range(passes):
-            for size, waits, is_own in buckets:
-                most = max(most, sum(lent) + sum(kept) + waits)
-                while must_settle(sizes, size, room):
-                    settle_first()
-                memory = 0.0 if is_own and number == 0 else size
-                fits = fitting(kept, memory) if memory else None
-                if fits is not None:
-                    memory = kept.pop(fits)
-                elif memory >= reused:
-                    kept.clear()
-                sizes.append(size)
-                lent.append(memory)
-                most = max(most, sum(lent) + sum(kept) + waits)
-        while sizes:
-            settle_first()
+    for number in range(passes):
+        for size, waits, is_own in buckets:
+            most = max(most, sum(lent) + waits)
+            while must_settle(sizes, size, room):
+                sizes.pop(0)
+                lent.pop(0)
+            sizes.append(size)
+            lent.append(0.0 if is_own and number == 0 else size)
+            most = max(most, sum(lent) + waits)
     return most
 
 
@@ -262,7 +238,7 @@ class BufferLayout:
         ]
         passes = 2 if accumulates and not is_stage else 1
         room = room_elements(bucket_bytes, self.width)
-        lent = most_lent(filled, passes, room, REUSED_BYTES / self.width)
+        lent = most_lent(filled, passes, room)
         slices = self.shards(ranks)
         kept: list[slice] = [slices[shard] for shard in held_shards(rank, ranks, copies)]
         return float(sum(one.stop - one.start for one in kept) + lent)

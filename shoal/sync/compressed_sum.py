@@ -172,8 +172,12 @@ class CompressedSum(Sum):
 
     memory_column: ClassVar[str] = "residuals"
     num_stages = 2
-    residual: Tensor
-    unused: Tensor  # positions of the buffer between parameters, and of copies
+
+    def __init__(self, flat: FlatParams, group: Group, unused: Tensor):
+        """`unused`: positions of the buffer between parameters, and of copies."""
+        super().__init__(group)
+        self.residual = new_residual(flat, flat.size)
+        self.unused = unused
 
     def clear_unused(self) -> None:
         self.residual[self.unused] = 0.0
@@ -201,10 +205,8 @@ class FactoredSum(CompressedSum):
     def __init__(
         self, flat: FlatParams, group: Group, factors: dict[int, PowerSgd], unused: Tensor
     ):
-        super().__init__(group)
+        super().__init__(flat, group, unused)
         self.factors = factors
-        self.residual = new_residual(flat, flat.size)
-        self.unused = unused
 
     def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
         factors = self.factors[at.start]
@@ -263,11 +265,9 @@ class ShardedSum(CompressedSum):
         compressor: Compressor,
         unused: Tensor,
     ):
-        super().__init__(group)
+        super().__init__(flat, group, unused)
         self.compressor = compressor
         self.sum_compressor = sum_compressor(compressor, group.size)
-        self.residual = new_residual(flat, flat.size)
-        self.unused = unused
         self.owned = {at.start: owned_shard(at, group.rank, group.size) for at in slices}
         self.owed = {start: new_residual(flat, s.stop - s.start) for start, s in self.owned.items()}
         self._unused = {

@@ -56,9 +56,6 @@ class AsyncGossip(InRankMemory):
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
 
-    def begin(self) -> None:
-        self.ranks.job_steps[self.rank] = self.update.steps
-
     def spread(self) -> None:
         data = self.flat.data
         has_room = self.flat.header_fits
@@ -97,14 +94,11 @@ class AsyncGossip(InRankMemory):
 
     def come_back(self) -> Comeback | None:
         """None where the other workers have not begun to train."""
-        lost_at = int(self.ranks.job_steps[self.rank])
-        step = int(self.ranks.job_steps.max())
         if not self._is_away or not self.pages.latest():
             return None
-        self._is_away = False
-        self.update.steps = self.steps = self._joined_at = step
-        self.ranks.job_steps[self.rank] = step
-        return Comeback(step, lost_at)
+        found = self._take_place()
+        self.steps = self._joined_at = found.step
+        return found
 
     def catch_up(self) -> None:
         """Begin with the mean of the others, as new as theirs."""

@@ -81,7 +81,7 @@ class HogwildSync(InRankMemory):
         return self.shared_steps + self.ranks.marks[:, _MISSED]
 
     def begin(self) -> None:
-        self.ranks.job_steps[self.rank] = self.update.steps
+        super().begin()
         self._others = int(self.shared_steps.sum())
 
     def finish(self) -> None:
@@ -118,12 +118,8 @@ class HogwildSync(InRankMemory):
         turns = self._turns
         if not self._is_away or not int(turns.max()):
             return None
-        self._is_away = False
-        lost_at = int(self.ranks.job_steps[self.rank])
         self.ranks.marks[self.rank, _MISSED] = int(turns.max()) - int(self.shared_steps[self.rank])
-        self.update.steps = int(self.ranks.job_steps.max())
-        self.ranks.job_steps[self.rank] = self.update.steps
-        return Comeback(self.update.steps, lost_at)
+        return self._take_place()
 
     def after_load(self) -> None:
         """All workers have written the same shared weights; none trains before the last one has."""

@@ -20,7 +20,7 @@ from shoal.runtime import clock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import until, waiting
-from shoal.sync import Replica, Sync
+from shoal.sync import Comeback, Replica, Sync
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from shoal.transport.shm.rank_memory import RankMemory, header_bytes
 
@@ -85,6 +85,17 @@ class InRankMemory(Sync):
             fill(ranks.memory)
         self.group.barrier().wait()
         return ranks
+
+    def begin(self) -> None:
+        self.ranks.job_steps[self.rank] = self.update.steps
+
+    def _take_place(self) -> Comeback:
+        """Go on with the step of the fastest worker."""
+        self._is_away = False
+        lost_at = int(self.ranks.job_steps[self.rank])
+        self.update.steps = int(self.ranks.job_steps.max())
+        self.ranks.job_steps[self.rank] = self.update.steps
+        return Comeback(self.update.steps, lost_at)
 
     def meet(self, number: int, generations: Sequence[int]) -> None:
         self._generations = generations

@@ -298,10 +298,16 @@ class SharedGradScaler(torch.amp.GradScaler):
         if self._scale is None:  # a stage of a pipeline that has no loss
             self._lazy_init_scale_growth_tracker(self._workers_device)
         super().unscale_(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
-        found = torch.zeros((), device=self._workers_device)
-        for value in state["found_inf_per_device"].values():
-            found = found + value.to(found.device).view(())
+        found = overflow_of(self, optimizer, self._workers_device)
         for group in self._groups:
             group.all_reduce(found, Op.MAX).wait()
-        state["found_inf_per_device"] = {found.device: found}
+
+
+def overflow_of(scaler: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    """What `unscale_` has found: above 0 to skip the step. What is written there counts."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    found = torch.zeros((), device=device)
+    for value in state["found_inf_per_device"].values():
+        found = found + value.to(device).view(())
+    state["found_inf_per_device"] = {found.device: found}
+    return found

@@ -43,13 +43,18 @@ from shoal.transport.transport import Work
 
 
 class ShardedUpdate:
-    """What the stages share after the gradients are agreed: who has which weights and state."""
+    """What the stages share after the gradients are agreed: who has which weights and state.
 
-    movable: MovableShards | None = None
+    In elastic runs each shard is updated by its owner and by the ranks that hold a copy of it.
+    """
 
-    def __init__(self, replica: Replica):
+    def __init__(self, replica: Replica, copies: int | None = None):
+        """`copies` of each shard, in elastic runs."""
         self.flat = replica.flat
         self.update = replica.update
+        self.movable: MovableShards | None = None
+        if copies is not None:
+            self.movable = MovableShards(self.flat, self.update, replica.group, copies)
         self.regroup(replica.group)
 
     def regroup(self, group: Group) -> None:
@@ -60,14 +65,26 @@ class ShardedUpdate:
     @property
     def copied(self) -> list[slice]:
         """Shards of other ranks that this one updates, too."""
-        return []
+        return [] if self.movable is None else self.movable.held.copied
 
     def copy_gradients(self, own: Tensor, copies: Sequence[Tensor]) -> None:
         """Send the gradients of the own shard to its copies, and get those of `copied`."""
+        ranks = self.group.size
+        works: list[Work] = []
+        for distance, copy in enumerate(copies, 1):
+            if own.numel():
+                works.append(self.group.send(own, (self.group.rank + distance) % ranks))
+            if copy.numel():
+                works.append(self.group.recv(copy, (self.group.rank - distance) % ranks))
+        for work in works:
+            work.wait()
 
     def apply(self) -> None:
-        self.update.apply()
-        self.flat.zero_grad()
+        if self.movable is not None:
+            self.movable.update_together(self.group)
+        else:
+            self.update.apply()
+            self.flat.zero_grad()
         self.spread()
 
     def spread(self) -> None:
@@ -96,35 +113,6 @@ class ShardedUpdate:
             yield
         finally:
             self.update.optimizer = sharded
-
-
-class ElasticUpdate(ShardedUpdate):
-    """Each shard is updated by its owner and by the ranks that hold a copy of it."""
-
-    movable: MovableShards
-
-    def __init__(self, replica: Replica, copies: int):
-        self.movable = MovableShards(replica.flat, replica.update, replica.group, copies)
-        super().__init__(replica)
-
-    @property
-    def copied(self) -> list[slice]:
-        return self.movable.held.copied
-
-    def copy_gradients(self, own: Tensor, copies: Sequence[Tensor]) -> None:
-        ranks = self.group.size
-        works: list[Work] = []
-        for distance, copy in enumerate(copies, 1):
-            if own.numel():
-                works.append(self.group.send(own, (self.group.rank + distance) % ranks))
-            if copy.numel():
-                works.append(self.group.recv(copy, (self.group.rank - distance) % ranks))
-        for work in works:
-            work.wait()
-
-    def apply(self) -> None:
-        self.movable.update_together(self.group)
-        self.spread()
 
 
 class ExactZero(ExactReduce):
@@ -224,7 +212,6 @@ class ZeroReduce(CountedSync):
         self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
         self._memory: Tensor | None = None  # of the bucket that is being filled
         self._sent: deque[_Sent] = deque()
-        self._spare: list[Tensor] = []  # memory that was lent, for the next buckets
         flat.grads.watch(buckets, allocate=self._room)
 
     def _zeros(self, where: slice) -> Tensor:
@@ -278,7 +265,7 @@ class ZeroReduce(CountedSync):
     def gradient_tensors(self) -> list[Tensor]:
         filling = [] if self._memory is None else [self._memory]
         kept = [self._kept, *self._copies]
-        return [*kept, *self._spare, *filling, *(sent.memory for sent in self._sent)]
+        return [*kept, *filling, *(sent.memory for sent in self._sent)]
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
@@ -297,7 +284,8 @@ class ZeroReduce(CountedSync):
             self._taken.add(bucket.start)
             memory = self._kept_slice(bucket)
         else:
-            memory = self._lend(bucket.stop - bucket.start)
+            length = bucket.stop - bucket.start
+            memory = torch.empty(length, dtype=self.flat.dtype, device=self.flat.device)
         self._memory = memory
         return memory
 
@@ -318,18 +306,6 @@ class ZeroReduce(CountedSync):
         is_kept = _storage(memory) == _storage(self._kept)
         if self._owner[bucket.start] == self.group.rank and not is_kept:
             self._kept_slice(bucket).add_(memory)
-        whole = memory if memory._base is None else memory._base
-        # of a host; the allocator of a GPU keeps memory itself
-        if whole.is_cpu and whole.nbytes >= buffer_layout.REUSED_BYTES and not is_kept:
-            self._spare.append(whole)
-
-    def _lend(self, size: int) -> Tensor:
-        number = buffer_layout.fitting([memory.numel() for memory in self._spare], size)
-        if number is not None:
-            return self._spare.pop(number)[:size]
-        if size * self.flat.dtype.itemsize >= buffer_layout.REUSED_BYTES:
-            self._spare.clear()
-        return torch.empty(size, dtype=self.flat.dtype, device=self.flat.device)
 
     def _kept_slice(self, bucket: slice) -> Tensor:
         start = self._kept_at.start
@@ -422,11 +398,7 @@ class ZeroPlan(SyncPlan[Zero]):
             shared = build_shared(replica, buckets, self.term.shared_weights)
             if shared is not None:
                 return shared
-        sharded = (
-            ElasticUpdate(replica, self.term.copies)
-            if self.term.elastic
-            else ShardedUpdate(replica)
-        )
+        sharded = ShardedUpdate(replica, self.term.copies if self.term.elastic else None)
         if replica.exact_microbatches is not None:
             return ExactZero(
                 replica, replica.exact_microbatches, buffer_layout.DEFAULT_BUCKET_BYTES, sharded

@@ -37,7 +37,7 @@ OptimizerValues = dict[Tensor, dict[str, Any]]  # by parameter
 
 
 class RollbackPoint:
-    """A copy of the state of a step, taken when all replicas have agreed. It is reused.
+    """A copy of the state of a step, taken when all replicas have agreed.
 
         localsgd(every=4)     step 8: average      9   10   11      worker 2 is lost
                               the others return to step 8 and do 9, 10 and 11 again, without it
@@ -63,8 +63,9 @@ class RollbackPoint:
         if not step.sync.undo_steps:
             return
         optimizer = step.update.optimizer
-        self._weights = _copied(step.flat.data, self._weights)
-        self._optimizer = _copied_values(optimizer.state, self._optimizer)
+        self._weights, self._optimizer = None, {}  # before there is another copy
+        self._weights = step.flat.data.clone()
+        self._optimizer = _copied(optimizer.state)
         self._settings = [copy.copy(group) for group in optimizer.param_groups]
         self._updates = step.update.steps
 
@@ -78,7 +79,7 @@ class RollbackPoint:
             step.flat.data.copy_(self._weights)
         optimizer = step.update.optimizer
         optimizer.state.clear()
-        optimizer.state.update(_copied_values(self._optimizer, {}))
+        optimizer.state.update(_copied(self._optimizer))
         for group, settings in zip(optimizer.param_groups, self._settings, strict=True):
             group.update(settings)
         step.update.steps = self._updates
@@ -86,20 +87,14 @@ class RollbackPoint:
         step.sync.undo()
 
 
-def _copied_values(values: Any, into: OptimizerValues) -> OptimizerValues:
+def _copied(values: Any) -> OptimizerValues:
     return {
-        p: {key: _copied(value, into.get(p, {}).get(key)) for key, value in state.items()}
+        p: {
+            key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for key, value in state.items()
+        }
         for p, state in values.items()
     }
-
-
-def _copied(value: Any, into: Any) -> Any:
-    """A copy, in the memory of an earlier one if that is as large."""
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    if isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype):
-        return into.copy_(value)
-    return value.detach().clone()
 
 
 class ShardedState:

@@ -32,15 +32,34 @@ from shoal.train.step.step import Step
 class SampleAssignment:
     """Every batch of `samples`, in order, is split over `ranks`."""
 
+    dataset: Any
     samples: Tensor  # their indices in the dataset
     ranks: tuple[int, ...]
     batch_size: int
     collate: Collate | None = None
 
-    def batches(self, dataset: Any, rank: int) -> DatasetBatches:
+    @classmethod
+    def of(
+        cls, data: Any, ranks: int, batch_size: int, collate: Collate | None
+    ) -> SampleAssignment:
+        """`data` as a user gives it; BadInput for what has no indices."""
+        everyone = tuple(range(ranks))
+        batches = data.batch_sampler if isinstance(data, DataLoader) else None
+        if batches is not None and not is_stream(data.dataset):
+            drawn = _drawn_by(data, batches)  # all ranks draw the same ones
+            collate = collate or data.collate_fn
+            return cls(data.dataset, drawn, everyone, data.batch_size or batch_size, collate)
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            raise BadInput(
+                "job.evaluate takes a dataset with indices (len and indexing), or a DataLoader "
+                f"over one in batches, and {type(data).__name__} is neither"
+            )
+        return cls(data, torch.arange(len(data)), everyone, batch_size, collate)
+
+    def batches(self, rank: int) -> DatasetBatches:
         """The batches of one rank."""
         options = BatchOptions(self.batch_size, collate=self.collate)
-        return DatasetBatches(dataset, self.samples, self._split(rank), options)
+        return DatasetBatches(self.dataset, self.samples, self._split(rank), options)
 
     def without(self, missing: Collection[int]) -> SampleAssignment:
         """The samples of the missing ranks, assigned to the others."""
@@ -57,44 +76,16 @@ class SampleAssignment:
         return BatchSplit(self.ranks.index(rank), len(self.ranks))
 
 
-@dataclass(frozen=True)
-class EvaluationData:
-    """Samples of a dataset with indices, as they were given or by a DataLoader over it."""
-
-    dataset: Any
-    samples: Tensor
-    batch_size: int
-    collate: Collate | None = None
-
-    @classmethod
-    def of(cls, data: Any, batch_size: int, collate: Collate | None) -> EvaluationData:
-        """`data` as a user gives it; BadInput for what has no indices."""
-        batches = data.batch_sampler if isinstance(data, DataLoader) else None
-        if batches is not None and not is_stream(data.dataset):
-            return cls._of_loader(data, batches, batch_size, collate)
-        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            raise BadInput(
-                "job.evaluate takes a dataset with indices (len and indexing), or a DataLoader "
-                f"over one in batches, and {type(data).__name__} is neither"
-            )
-        return cls(data, torch.arange(len(data)), batch_size, collate)
-
-    @classmethod
-    def _of_loader(
-        cls, loader: DataLoader[Any], batches: Any, batch_size: int, collate: Collate | None
-    ) -> EvaluationData:
-        """The samples that the loader would take; all ranks draw the same ones."""
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise BadInput(
-                "job.evaluate divides the samples itself, and a DistributedSampler takes those of "
-                "one worker: leave it out"
-            )
-        count = len(loader.dataset)  # type: ignore[arg-type]
-        drawn = draw_order((index for batch in batches for index in batch), None, count, seed=0)
-        return cls(
-            loader.dataset, drawn, loader.batch_size or batch_size, collate or loader.collate_fn
+def _drawn_by(loader: DataLoader[Any], batches: Any) -> Tensor:
+    """The samples that the loader would take."""
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise BadInput(
+            "job.evaluate divides the samples itself, and a DistributedSampler takes those of "
+            "one worker: leave it out"
         )
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    return draw_order((index for batch in batches for index in batch), None, count, seed=0)
 
 
 Metric = Callable[..., Any]  # (outputs, targets) to a number or a dict of numbers
@@ -114,31 +105,28 @@ class Evaluation:
     def means(self, data: Any, batch_size: int) -> dict[str, float]:
         """The mean of the metric over all samples, on every rank; "" if it has no name."""
         model = self.step.model
-        given = EvaluationData.of(data, batch_size, self.collate)
+        ranks = self.step.mesh.dp.size
+        assignment = SampleAssignment.of(data, ranks, batch_size, self.collate)
         shown = self.tracer.span(EVALUATE, track="steps")
         with shown, preserve_modes(model), self.tracer.sent.uncounted():
             model.eval()
             with self.step.sync.evaluating():
-                sums = self._sum_all(given)
+                sums = self._sum_all(assignment)
         names, totals = self.step.shard.broadcast(sums)
         means = [value / totals[-1] for value in totals[:-1]]
         return dict(zip(names, means, strict=True))
 
-    def _sum_all(self, given: EvaluationData) -> tuple[list[str], list[float]]:
+    def _sum_all(self, assignment: SampleAssignment) -> tuple[list[str], list[float]]:
         """Names of the metric, and its sums over all samples, with their number at the end."""
         mesh = self.step.mesh
-        replica, data = mesh.dp.rank, given.dataset
-        assignment = SampleAssignment(
-            given.samples, tuple(range(mesh.dp.size)), given.batch_size, given.collate
-        )
-        names, sums = self._sum_local(assignment.batches(data, replica))
+        names, sums = self._sum_local(assignment.batches(mesh.dp.rank))
         if self.elastic_sum is None:
             if self.step.engine.stage.is_last:
                 mesh.dp.all_reduce(sums).wait()
             return names, sums.tolist()
         totals, missing = self._sum_survivors(self.elastic_sum, sums, assignment.ranks)
         while len((assignment := assignment.without(missing)).samples):
-            _, sums = self._sum_local(assignment.batches(data, replica))
+            _, sums = self._sum_local(assignment.batches(mesh.dp.rank))
             more, missing = self._sum_survivors(self.elastic_sum, sums, assignment.ranks)
             totals = [a + b for a, b in zip(totals, more, strict=True)]
         return names, totals

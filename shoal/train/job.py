@@ -80,7 +80,7 @@ class Job(LoopMethods):
         self.replica = self.mesh.dp.rank
         self.replicas = layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.mesh.data.rank))
-        self.before_build: list[Callable[[nn.Module], None]] = []
+        self.before_build: list[Callable[[nn.Module], object]] = []
         self.on_build: list[Callable[[Step], None]] = []
         self.on_step: list[AfterStep] = []
         self._services = services or RunServices()

@@ -28,6 +28,7 @@ from shoal.comm.store.authenticated import (
 )
 from shoal.comm.store.client import GuardedStore
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
 from shoal.transport.shm.segment import is_built
 from tests.comm.test_frameworks import TORCHRUN, run
@@ -61,7 +62,8 @@ def met() -> Iterator[Meet]:
 
 
 def spec_of(rank: int, size: int, secret: bytes | None) -> GroupSpec:
-    return GroupSpec(rank, size, "env://", "gloo", "run 1", secret=secret, hostname=LOOPBACK)
+    config = RunConfig(hostname=LOOPBACK)
+    return GroupSpec(rank, size, "env://", "gloo", "run 1", secret=secret, config=config)
 
 
 @pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])

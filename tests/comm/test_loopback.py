@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runtime.config import gloo_on_loopback
+from shoal.runtime.config import gloo_settings
 from tests.scripts import shoal
 
 SCRIPT = """
@@ -43,11 +43,11 @@ def test_gloo_of_one_host_listens_at_loopback_only(tmp_path: Path) -> None:
 
 def test_an_interface_that_the_user_has_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with gloo_on_loopback(True):
+    with gloo_settings(True):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    with gloo_on_loopback(False):
+    with gloo_settings(False):
         assert "GLOO_SOCKET_IFNAME" not in os.environ
-    with gloo_on_loopback(True):
+    with gloo_settings(True):
         assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
     assert "GLOO_SOCKET_IFNAME" not in os.environ

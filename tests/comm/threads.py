@@ -13,8 +13,9 @@ from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
-from shoal.comm.network import HostSpec
+from shoal.comm.network import HostNetwork
 from shoal.comm.select import share_memory
+from shoal.runtime.config import RunConfig
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 from shoal.transport.tcp.connect import TcpSpec
@@ -103,7 +104,7 @@ def on_hosts(where: Sequence[str], work: Callable[[Group], T]) -> list[T]:
     all_here = threading.Barrier(len(where))
 
     def main(rank: int) -> T:
-        host = HostSpec(host_id=where[rank])
+        host = HostNetwork(RunConfig(host_id=where[rank]))
         executor = share_memory(store, rank, len(where), 20.0, host)
         assert isinstance(executor, Hierarchical)
         group = Group(executor)

@@ -53,7 +53,7 @@ def test_a_source_is_asked_for_as_long_as_it_exists() -> None:
 
     lines: list[str] = []
     source = Source()
-    add_source(source)
+    add_source(source.current_wait)
     each = watcher(ONCE, lines)
     each.look()
     del source

@@ -182,12 +182,13 @@ def test_every_sample_is_evaluated_once_after_any_losses_in_any_round(
     samples: int, ranks: int, batch_size: int, data: st.DataObject
 ) -> None:
     numbers = torch.arange(samples)
-    now = SampleAssignment(numbers, tuple(range(ranks)), batch_size)
+    dataset = TensorDataset(numbers, numbers)
+    now = SampleAssignment(dataset, numbers, tuple(range(ranks)), batch_size)
     done: list[int] = []
     while len(now.samples):
         missing = data.draw(st.sets(st.sampled_from(now.ranks), max_size=len(now.ranks) - 1))
         for rank in set(now.ranks) - missing:
-            for batch in now.batches(TensorDataset(numbers, numbers), rank):
+            for batch in now.batches(rank):
                 inputs: Any = batch[0]
                 done += inputs.tolist()[: batch.microbatch_sizes[0]]
         now = now.without(missing)

@@ -24,7 +24,7 @@ from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 if TYPE_CHECKING:
     from shoal.comm.members.board import GroupMember
     from shoal.comm.members.membership import Generation, GroupMembership
-    from shoal.comm.network import HostSpec
+    from shoal.comm.network import HostNetwork
     from shoal.transport.tcp.transport import TcpEngine
 
 
@@ -32,7 +32,7 @@ class ElasticGroup(Group):
     """Also the groups that were duplicated from it change with it."""
 
     def __init__(
-        self, membership: GroupMembership, timeout_s: float, hosts: HostSpec | None = None
+        self, membership: GroupMembership, timeout_s: float, hosts: HostNetwork | None = None
     ):
         """`hosts`: its members are on several."""
         super().__init__(Solo())
@@ -89,14 +89,14 @@ class ElasticGroup(Group):
         return SharedMemory(segment, size * torch.get_num_threads() >= cores())
 
     def _form_over_hosts(
-        self, hosts: HostSpec, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
+        self, hosts: HostNetwork, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
     ) -> Executor:
         """Memory inside hosts, TCP between. Every wait ends when the board tells of a loss."""
         from shoal.comm.executors.hierarchical.topology import Topology, host_id
         from shoal.comm.network import in_ring_order, open_engine, share_on_hosts
 
-        topology = Topology.of(exchange(host_id(hosts.host_id)), rank)
-        topology = in_ring_order(topology, hosts.network, exchange)
+        topology = Topology.of(exchange(host_id(hosts.config.host_id)), rank)
+        topology = in_ring_order(topology, hosts, exchange)
         limit_s = self._timeout_of_operations_s
         local = share_on_hosts(topology, exchange, limit_s, explains=False)
         if local is None:
@@ -110,7 +110,7 @@ class ElasticGroup(Group):
         check = self.membership.check_forming
         executor: Executor = local
         try:
-            engine = open_engine(topology, exchange, limit_s, hosts.network, check)
+            engine = open_engine(topology, exchange, limit_s, hosts, check)
             links = TcpLinks(engine, topology, limit_s)
             executor = Hierarchical(topology, local, links, limit_s)
             self._connected(engine, members)

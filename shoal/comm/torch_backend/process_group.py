@@ -23,7 +23,7 @@ from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.network import HostNetwork
 from shoal.comm.select import share_memory
 from shoal.comm.store.authenticated import own_generation
 from shoal.comm.torch_backend.work import BackendWork, not_compiled
@@ -160,10 +160,9 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
     config = RunConfig.from_environment()  # torch starts this: nothing of Shoal ran before
     network = HostNetwork(config, master=config.environ.get("MASTER_ADDR"))
-    host = HostSpec(config.host_id, config.run_dir, network)
     timeout_s = timeout.total_seconds()
     ours = own_generation(PrefixStore("shoal", store), rank, size, timeout_s)
-    executor = share_memory(PrefixStore("memory", ours), rank, size, timeout_s, host)
+    executor = share_memory(PrefixStore("memory", ours), rank, size, timeout_s, network)
     if executor is not None:
         return ShoalProcessGroup(executor, store)
     return dist.ProcessGroupGloo(PrefixStore("gloo", ours), rank, size, timeout)

@@ -23,7 +23,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
-from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.network import HostNetwork
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.errors import BadInput, PeerLost, StrategyError
 from shoal.launch.rank.environment import Placement, is_one_host
@@ -187,8 +187,8 @@ class WorkerGroup:
         else:
             from shoal.comm.members.network_board import open_board
 
-            hosts = HostSpec(self._config.host_id, network=HostNetwork(self._config))
-            hosts.network.require_tcp()
+            hosts = HostNetwork(self._config)
+            hosts.require_tcp()
             board = open_board(self._config, me, self._number)
         patience_s = self.patience_s + _UNTIL_KILLED_S
         self.membership = GroupMembership(board, me, self.size, patience_s)
@@ -218,11 +218,7 @@ class WorkerGroup:
                 name=f"run {self._number}",
                 algorithm=self._term.collective_algorithm,
                 replicas=self._strategy.layout(self.size).replicas,
-                host_id=self._config.host_id,
-                run_dir=self._config.run_dir,
                 secret=self._check_network(placement),
-                hostname=self._config.hostname
-                or self._config.environ.get("MASTER_ADDR"),  # torchrun
                 is_one_host=is_one_host(placement, self._config),
                 timeout_s=self._config.wait.limit_s or DEFAULT_TIMEOUT_S,
                 config=self._config,

@@ -128,7 +128,7 @@ class LoopOptimizer:
             of_part.update(changed[id(group)])
         self._seen = present
 
-    def _agree_on_overflow(self, found: Tensor) -> Tensor:
+    def _agree_on_overflow(self, found: Tensor) -> None:
         """Any worker's; for GradScaler."""
         step = self.parts[0].step
         if not self.parts[0].sync.synchronous:
@@ -137,7 +137,6 @@ class LoopOptimizer:
                 "a step on all of them: take ddp, or bfloat16 without a scaler"
             )
         step.mesh.world.all_reduce(found, Op.MAX).wait()
-        return found
 
     def step(self, closure: Closure | None = None) -> Any:
         closure = None if closure is None else self._with_global_loss(closure)

@@ -24,9 +24,10 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.errors import BadInput
+from shoal.sync.optimizer_step import overflow_of
 from shoal.train.step.step import Step
 
-Agree = Callable[[Tensor], Tensor]
+Agree = Callable[[Tensor], None]  # in place
 _AGREE = "_shoal_agrees_on_overflow"
 _lock = threading.Lock()
 _here = threading.local()  # ranks may be threads
@@ -80,13 +81,8 @@ def _agreeing(unscale: Callable[[Any, torch.optim.Optimizer], None]) -> Any:
     def unscale_(self: Any, optimizer: torch.optim.Optimizer) -> None:
         unscale(self, optimizer)
         device, agree = vars(optimizer).get(_AGREE, (None, None))
-        if agree is None or not self.is_enabled():
-            return
-        state = self._per_optimizer_states[id(optimizer)]
-        found = torch.zeros((), device=device)
-        for value in state["found_inf_per_device"].values():
-            found = found + value.to(found.device).view(())
-        state["found_inf_per_device"] = {found.device: agree(found)}
+        if agree is not None and self.is_enabled():
+            agree(overflow_of(self, optimizer, device))
 
     vars(unscale_)["_shoal"] = True
     return unscale_

@@ -76,7 +76,7 @@ class StepContext:
     seed: int
     services: RunServices
     say: Callable[[str], None]
-    before_build: Sequence[Callable[[nn.Module], None]] = ()
+    before_build: Sequence[Callable[[nn.Module], object]] = ()
 
     @property
     def has_replicas(self) -> bool:

@@ -163,7 +163,7 @@ def join(
         return None
     _shm.watch(handle)
     segment = Segment(handle, rank, size, timeout_s, run_dir, explains)
-    add_source(segment)
+    add_source(segment.current_wait)
     return segment
 
 
