@@ -62,8 +62,7 @@ def __dir__() -> list[str]:
 
 def _terms() -> list[str]:
     """The terms of strategies, which are public names."""
-    names: list[str] = importlib.import_module("shoal.strategy.terms").__all__
-    return names
+    return list(importlib.import_module("shoal.strategy.terms").TERMS)
 
 
 def register_backend() -> None:

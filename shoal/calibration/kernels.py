@@ -41,17 +41,6 @@ def timed(call: Callable[[], Any], calls: int, after: Synchronize = lambda: None
     return (time.perf_counter() - start_s) / calls
 
 
-def sample(call: Callable[[], Any], seconds: float, synchronize: Synchronize) -> Sample:
-    """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
-    timed(call, 2, synchronize)  # to warm up
-    calls = max(1, int(_ROUND_S / max(timed(call, 1, synchronize), 1e-9)))
-    ends_s = time.perf_counter() + seconds
-    rounds_s: list[float] = []
-    while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:
-        rounds_s.append(timed(call, calls, synchronize))
-    return Sample.of(rounds_s)
-
-
 def sample_rounds(
     call: Callable[[], Any], calls: int, rounds: int, before_round: Synchronize
 ) -> Sample:
@@ -221,7 +210,14 @@ class KernelBench:
         return Sample(*(value / tensors for value in took))
 
     def _sample(self, call: Callable[[], Any], seconds: float) -> Sample:
-        return sample(call, seconds, self._synchronize)
+        """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
+        timed(call, 2, self._synchronize)  # to warm up
+        calls = max(1, int(_ROUND_S / max(timed(call, 1, self._synchronize), 1e-9)))
+        ends_s = time.perf_counter() + seconds
+        rounds_s: list[float] = []
+        while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:
+            rounds_s.append(timed(call, calls, self._synchronize))
+        return Sample.of(rounds_s)
 
 
 def _gradient(out: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> None:

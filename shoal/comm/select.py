@@ -201,7 +201,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
     hosts = Topology.of(exchange(host_id(spec.config.host_id)), spec.rank)
     placed = networks.in_ring_order(hosts, spec.network, exchange)
     order = tuple(rank for ranks in placed.hosts for rank in ranks)
-    if not _all_built(exchange):
+    if set(exchange(str(is_built()).encode())) != {b"True"}:
         spec.network.check_gloo(spec.rank)
         return TorchTransport(world), order
     topology = Topology(tuple((rank,) for rank in range(spec.size)), spec.rank)
@@ -223,11 +223,6 @@ def exchange_over(store: Store, rank: int, size: int) -> Exchange:
         return [store.get(f"shoal/{rounds}/{peer}") for peer in range(size)]
 
     return exchange
-
-
-def _all_built(exchange: Exchange) -> bool:
-    """Whether all ranks have the native part; all of them call it."""
-    return set(exchange(str(is_built()).encode())) == {b"True"}
 
 
 def share_memory(

@@ -22,9 +22,9 @@ class QueuedWork:
     """One operation of a work queue; `wait` returns when it is done, or raises its error."""
 
     __slots__ = (
-        "_callbacks",
         "arguments",
         "begun",
+        "callbacks",
         "end_ns",
         "error",
         "is_done",
@@ -40,7 +40,7 @@ class QueuedWork:
         self.queue = queue
         self.is_done = False
         self.error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
+        self.callbacks: list[Callable[[], None]] | None = None
         self.arguments = ()
 
     def begin(self, *arguments: Any) -> bool:
@@ -77,15 +77,6 @@ class QueuedWork:
             return self.start_ns, self.end_ns
         except AttributeError:
             return None
-
-    def add(self, callback: Callable[[], None]) -> None:
-        self._callbacks = [*(self._callbacks or []), callback]
-
-    def call_back(self) -> None:
-        if self._callbacks is not None:
-            for callback in self._callbacks:
-                callback()
-            self._callbacks = None
 
 
 class QueuedCall(QueuedWork):
@@ -161,7 +152,7 @@ class WorkQueue:
         with self._lock:
             self._take_light()
             if not work.is_done:
-                work.add(callback)
+                work.callbacks = [*(work.callbacks or []), callback]
             return not work.is_done
 
     def carry_out(self, work: QueuedWork) -> None:
@@ -234,7 +225,7 @@ class WorkQueue:
         work.is_done = True
         self._end_work()
         self._release()
-        if work._callbacks is not None:
+        if work.callbacks is not None:
             self._call_back(work)
 
     def _end_work(self) -> None:
@@ -254,7 +245,9 @@ class WorkQueue:
                 self._thread = None
                 if self._urged and self._waiting:
                     self._wake()
-        work.call_back()
+        for callback in work.callbacks or ():
+            callback()
+        work.callbacks = None
         with self._lock:
             if serves and self._thread is None:
                 self._thread = this

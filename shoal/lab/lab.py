@@ -134,7 +134,9 @@ def build_lab(design: LabDesign) -> Lab:
     files = LabFiles(design.name)
     with ending_by_exception(), files.claimed(asdict(design)) as is_ours:
         if not is_ours:
-            raise BadInput((_there_already if files.is_complete else _incomplete)(design.name))
+            known = f"there is a lab {design.name!r} already: remove it with shoal lab down"
+            why = f"{known} {design.name}, or give --name"
+            raise BadInput(why if files.is_complete else _incomplete(design.name))
         lab = Lab(design)
         try:
             remove(namespaces_of(f"{_PREFIX}{design.name}."))  # of a lab whose files are gone
@@ -194,10 +196,6 @@ def _design(document: dict[str, Any]) -> LabDesign | None:
     except (TypeError, BadInput):
         return None
     return design
-
-
-def _there_already(name: str) -> str:
-    return f"there is a lab {name!r} already: remove it with shoal lab down {name}, or give --name"
 
 
 def _incomplete(name: str) -> str:

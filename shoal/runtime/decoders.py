@@ -21,11 +21,10 @@ _json: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    decoder = _msgpack.get(kind)
-    if decoder is None:
+    if kind not in _msgpack:
         with _making:
-            decoder = _msgpack[kind] = msgspec.msgpack.Decoder(kind)
-    return decoder
+            _msgpack[kind] = msgspec.msgpack.Decoder(kind)
+    return _msgpack[kind]
 
 
 def decode_msgpack(data: bytes, kind: type[T]) -> T:
@@ -45,11 +44,10 @@ def decode_json(data: bytes | str, kind: type[T]) -> T:
 
 
 def lax_json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    decoder = _json.get(kind)
-    if decoder is None:
+    if kind not in _json:
         with _making:
-            decoder = _json[kind] = msgspec.json.Decoder(kind, strict=False)
-    return decoder
+            _json[kind] = msgspec.json.Decoder(kind, strict=False)
+    return _json[kind]
 
 
 def convert(value: Any, kind: type[T]) -> T:

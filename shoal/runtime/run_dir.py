@@ -16,7 +16,7 @@
     late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
     meetings-1           what all workers did together (comm/members/meetings.py, elastic_sum.py)
-    begun-1-0            the step that worker 0 is in (train/call_log.py)
+    begun-1-0            the step that worker 0 is in (train/agreement.py)
     members-1            groups of an elastic run (comm/members/membership.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
@@ -44,7 +44,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -255,11 +254,7 @@ class RunDir:
 
     def last_step(self) -> int | None:
         """Asked before every step; hardly ever is there a file."""
-        return read_count(self._last_step) if os.path.exists(self._last_step_text) else None
-
-    @cached_property
-    def _last_step_text(self) -> str:
-        return str(self._last_step)
+        return read_count(self._last_step)
 
     # ------------------------------------------------------------------ reports, the secret
 

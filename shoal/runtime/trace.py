@@ -8,7 +8,6 @@ evaluation and saving. Without a trace the tracer is `OFF`, whose spans cost nex
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -151,9 +150,8 @@ class Recorder(Tracer):
     def write(self, folder: Path) -> None:
         """Write the spans of this process to `folder`, for `read_spans`."""
         name = str(self.process).replace(" ", "-")
-        known = (self.process, self.host, self.origin_ns)
-        text = json.dumps(dict(zip(_Written.__struct_fields__, (*known, self.spans), strict=True)))
-        write_atomically(RunDir(folder).spans(name), text)
+        written = _Written(self.process, self.host, self.origin_ns, self.spans)
+        write_atomically(RunDir(folder).spans(name), msgspec.json.encode(written))
 
 
 class _Written(msgspec.Struct):

@@ -25,7 +25,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
 from shoal.runtime.faults import read_slow
 from shoal.runtime.files import write_atomically
-from shoal.runtime.heap import keep_freed_memory
+from shoal.runtime.memory_limit import keep_freed_memory
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, server_name

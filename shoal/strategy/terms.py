@@ -11,21 +11,6 @@ from shoal.strategy.ps_term import Ps
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
 from shoal.strategy.sync_terms import Ddp, Gossip, Hogwild, Localsgd, Mapreduce, Single, Zero
 
-__all__ = [
-    "cp",
-    "ddp",
-    "ep",
-    "gossip",
-    "hogwild",
-    "localsgd",
-    "mapreduce",
-    "pp",
-    "ps",
-    "single",
-    "tp",
-    "zero",
-]
-
 single = Single
 ddp = Ddp
 zero = Zero

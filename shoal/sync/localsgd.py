@@ -284,10 +284,8 @@ class LocalSgdSync(CountedSync):
 
 
 def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
-    start = 0
-    for tensor in into:
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
+    for tensor, part in zip(into, torch.split(flat, [t.numel() for t in into]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 @runs(Localsgd)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
+from shoal.comm.staging import share_storage
 from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
@@ -303,17 +304,13 @@ class ZeroReduce(CountedSync):
         """Wait for the bucket that is on its way longest; add up what came to its owner."""
         work, bucket, memory = self._sent.popleft()
         (work or self._send(bucket, memory)).wait()
-        is_kept = _storage(memory) == _storage(self._kept)
+        is_kept = share_storage(memory, self._kept)
         if self._owner[bucket.start] == self.group.rank and not is_kept:
             self._kept_slice(bucket).add_(memory)
 
     def _kept_slice(self, bucket: slice) -> Tensor:
         start = self._kept_at.start
         return self._kept[bucket.start - start : bucket.stop - start]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:

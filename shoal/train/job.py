@@ -28,7 +28,7 @@ from shoal.runtime.trace import LOAD, traced_items
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 from shoal.train.agreement import Agreement, JobMeetings
-from shoal.train.callbacks import numbers_of
+from shoal.train.callbacks import Callbacks, numbers_of
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
@@ -113,7 +113,8 @@ class Job(LoopMethods):
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
         self.checkpoints.before_save = self._loss_watch.look
-        self._callbacks = self._services.callbacks_of(lambda: self._is_first, self.size)
+        given, lost = self._services.callbacks, partial(self._services.lost, self.size)
+        self._callbacks = Callbacks(given, lambda: self._is_first, lost)
         self.checkpoints.after_save = partial(self._callbacks.tell, "on_checkpoint")
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 
 from shoal.commands.live_view import WorkerRow, WorkersView, workers_table
 from shoal.runtime.waits import is_waiting, waiting
-from shoal.train.live import LiveSender
+from shoal.train.throughput import LiveSender
 from tests.scripts import script
 
 

@@ -17,9 +17,9 @@ from shoal.cluster.toml_file import cluster_text
 from shoal.commands.timeline import KINDS
 from shoal.errors import BadInput
 from shoal.observe.time_shares import write_chrome
-from shoal.report_page.page import _asset, page
 from shoal.report_page.record import RecordedRun
 from shoal.report_page.schedules import animations
+from shoal.report_page.sections import _asset, page
 from shoal.report_page.traffic import link_loads, traffic_of
 from shoal.runtime.trace import Span, Trace, open_trace
 from tests import scripts

@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import Desync
 from shoal.runtime.run_dir import RunDir
 from shoal.server.consistency import Rule
-from shoal.train.call_log import CallLog
+from shoal.train.agreement import CallLog
 from tests.scripts import script, shoal
 
 SYNCHRONOUS = Rule(2)

@@ -65,7 +65,7 @@ class NativeWork(QueuedWork):
         self.queue = queue
         self.is_done = False
         self.error = None
-        self._callbacks = None
+        self.callbacks = None
         self.arguments = arguments
         self._segment = segment
         self._after = after

@@ -31,8 +31,8 @@ from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
-from shoal.runtime.heap import keep_freed_memory
 from shoal.runtime.launched_worker import seed_python
+from shoal.runtime.memory_limit import keep_freed_memory
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.trace import OFF, Recorder, Tracer
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shoal.comm.members.meetings import Meetings
     from shoal.observe.capture import Capture
     from shoal.observe.memory_probe import Probe
-    from shoal.train.call_log import CallLog
+    from shoal.train.agreement import CallLog
 
 
 Train = Callable[[Job], Any]
@@ -144,7 +144,7 @@ class Worker:
         is_apart = self.strategy.survives_loss or self.strategy.sync_for(self.size).has_servers
         if self.run_dir is None or self.size == 1 or not is_apart:
             return None
-        from shoal.train.call_log import CallLog  # only where it is used
+        from shoal.train.agreement import CallLog  # only where it is used
 
         calls = CallLog(self.run_dir, self.number, self.rank, self.size)
         stack.callback(calls.close)
@@ -156,7 +156,7 @@ class Worker:
         """What `make_job` passes a job through: where the launcher shows a table, it is watched."""
         if send is None or self.size == 1:
             return lambda job: job
-        from shoal.train.live import LiveSender  # only where it is needed
+        from shoal.train.throughput import LiveSender  # only where it is needed
 
         return stack.enter_context(LiveSender(self.rank, send)).watch
 

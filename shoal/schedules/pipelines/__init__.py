@@ -87,16 +87,11 @@ class Pipeline:
     name: str
     microbatches: int
     chunks: int
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Sequence[Sequence[Action]]
 
-    def __init__(
-        self, name: str, microbatches: int, chunks: int, actions: Sequence[Sequence[Action]]
-    ) -> None:
-        check_sizes(len(actions), microbatches, chunks)
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "microbatches", microbatches)
-        object.__setattr__(self, "chunks", chunks)
-        object.__setattr__(self, "actions", tuple(tuple(one) for one in actions))
+    def __post_init__(self) -> None:
+        check_sizes(self.stages, self.microbatches, self.chunks)
+        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
 
     @property
     def stages(self) -> int:

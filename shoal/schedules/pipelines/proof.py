@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,7 +137,7 @@ def _what_is_wrong(pipeline: Pipeline, action: Action, done: set[Action]) -> str
     return None
 
 
-def _peaks(actions: tuple[Action, ...]) -> tuple[int, int]:
+def _peaks(actions: Sequence[Action]) -> tuple[int, int]:
     live = waiting = peak_live = peak_waiting = 0
     for kind, _, _ in actions:
         live += (kind is ActionKind.FORWARD) - (kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))

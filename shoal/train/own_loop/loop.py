@@ -1,7 +1,7 @@
 """The user's own loop: forward, loss, `job.backward`, `optimizer.step()`.
 
 job.setup      models and optimizers become parts (`setup.py`)
-forward        usable weights, and random numbers of the replica's own (`forwards.py`)
+forward        usable weights, and random numbers of the replica's own (`rows.py`)
 job.backward   weights the loss by samples, and reduces the parts it reaches (`part.py`)
 step           updates (`optimizer.py`); a step of the job ends with the next batch, or
                with the update where there are no batches
@@ -23,8 +23,7 @@ from shoal.data import AnyBatch
 from shoal.errors import BadInput
 from shoal.replica.compiled import is_optimized, uncompiled
 from shoal.replica.pipeline.split_backward import leaves_of
-from shoal.train.own_loop.forwards import LoopForwards
-from shoal.train.own_loop.rows import LoopRows
+from shoal.train.own_loop.rows import LoopForwards, LoopRows
 from shoal.train.own_loop.torch_hooks import clip_for
 from shoal.train.step.prepare_model import PreparedModel, check_modules
 from shoal.train.step.run_services import StepContext

@@ -1,12 +1,13 @@
-"""Rows of the global batch in a loop of the user's own: which ones, and how they are gathered."""
+"""Rows of the global batch in a loop of the user's own, and the calls of models on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
@@ -14,11 +15,137 @@ from shoal.data import AnyBatch, Batch, DictBatch, batch_of
 from shoal.data.rows import take
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
+from shoal.pytree import map_leaves
+from shoal.replica import microbatch_context
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.forward_buffers import ForwardBuffers, tell_of_change
 from shoal.replica.microbatch_context import fork_rng, seed_generators
-from shoal.replica.split.mapping import gather_rows
+from shoal.replica.split.mapping import gather_rows, in_torch_func
+from shoal.replica.split.shard import ReplicaShard
 
 if TYPE_CHECKING:
     from shoal.train.own_loop.part import LoopPart
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class LoopForwards:
+    """Before a forward weights have to be usable; in it, random numbers are the replica's.
+
+    The first call of a model shows what its inputs are: before it a split model is compared with
+    the whole one, and nothing is trained without that. `parts` are those of the loop so far.
+    """
+
+    def __init__(self, mesh: Mesh, seed: int, device: torch.device, parts: Sequence[LoopPart]):
+        self.mesh = mesh
+        self.seed = seed
+        self.device = device
+        self._parts = parts
+        self._calls = 0
+        self._compared: set[nn.Module] = set()
+        self._is_comparing = False  # its own calls of the model are not the script's
+
+    def watch(self, model: nn.Module, shard: ReplicaShard) -> None:
+        """From now on, all calls of `model`."""
+        states: list[list[Tensor]] = []
+        is_alone = self.mesh.data.size == 1
+        first: list[ForwardBuffers | None] = []
+
+        def before(module: nn.Module, inputs: Any, named: Any) -> Any:
+            if self._is_comparing:
+                return None
+            if torch.is_grad_enabled():
+                for part in self._parts_of(module):
+                    part.begin_forward()
+            self._compare_first(shard, inputs, named)
+            if not is_alone:
+                first.extend([] if first else [ForwardBuffers(module)])
+                states.append(microbatch_context.get_generators(self.device))
+                self._calls += 1
+                microbatch_context.seed_generators(
+                    self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls)
+                )
+
+            from shoal.replica.context.sequence_shard import has_shards, shard_inputs
+
+            if shard.context is None or has_shards((inputs, named)):
+                return None
+            return shard_inputs((inputs, named), shard.context)
+
+        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if states:
+                microbatch_context.set_generators(self.device, states.pop())
+            if first and first[0] is not None and not self._is_comparing:
+                tell_of_change(module, first[0].may_follow_from_rows(), shard.say)
+                first[0] = None
+
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(after, always_call=True)
+
+    def check(self, reached: Sequence[LoopPart]) -> None:
+        """Raise `BadInput` if a backward reaches a split model that the script has never called."""
+        for part in reached:
+            shard = part.step.shard
+            if part.trains and self._is_due(shard):
+                name = type(shard.model).__name__
+                split = "tp" if shard.experts is None else "ep"
+                size = part.step.mesh.tp.size if split == "tp" else part.step.mesh.ep.size
+                raise BadInput(
+                    f"{split}({size}) compares the split {name} with the whole one when "
+                    "the loop calls it, and this loop has called only modules inside of it: "
+                    f"call the {name} itself, or give job.setup the modules that the loop calls"
+                )
+
+    def _parts_of(self, model: nn.Module) -> list[LoopPart]:
+        return [part for part in self._parts if part.step.model is model]
+
+    def _is_due(self, shard: ReplicaShard) -> bool:
+        return shard.is_compared_at_first and shard.model not in self._compared
+
+    def _compare_first(
+        self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise `BadInput` on all ranks if a model is called first, and is split wrongly.
+
+        In the precision of the parameters: rounding of autocast would hide an error. Tensors of
+        inference mode cannot be used for gradients: a later call is taken.
+        """
+        if not self._is_due(shard) or torch.is_inference_mode_enabled():
+            return
+        if in_torch_func():
+            raise BadInput(
+                f"the loop calls {type(shard.model).__name__} inside of torch.func (grad, vmap), "
+                "and a model that is split over workers cannot be transformed by it: use "
+                "torch.autograd.grad(…, create_graph=True), or take ddp, ps, zero(1) or zero(2)"
+            )
+        self._compared.add(shard.model)
+        parts = self._parts_of(shard.model)
+        device = next(shard.model.parameters()).device.type
+        dtypes = (p.dtype for p in shard.model.parameters() if p.is_floating_point())
+        dtype = next(dtypes, None) if torch.is_autocast_enabled(device) else None
+        call = microbatch_context.ModuleCall(_input_of(args, dtype), _input_of(kwargs, dtype), 0)
+        with_gradients = all(type(part.flat) is FlatParams for part in parts)
+        self._is_comparing = True
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_is_comparing", False)
+            for part in parts:
+                stack.enter_context(part.flat.full_params())
+            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
+            shard.compare(call, with_gradients)
+
+
+def _input_of(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Without the graph that it comes from; narrow numbers in `dtype`, if that is given."""
+
+    def leaf_of(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach()
+        if dtype is not None and leaf.dtype in _NARROW:
+            leaf = leaf.to(dtype)
+        return leaf.requires_grad_(tensor.requires_grad)
+
+    return map_leaves(lambda leaf: isinstance(leaf, Tensor), leaf_of, tree)
 
 
 class LoopRows:

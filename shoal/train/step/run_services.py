@@ -17,13 +17,13 @@ from shoal.runtime.files import StepCount
 from shoal.runtime.preemption import Preemption
 from shoal.runtime.trace import INJECTED, OFF, Tracer
 from shoal.strategy.strategy import Strategy
-from shoal.train.callbacks import Callback, Callbacks
+from shoal.train.callbacks import Callback
 from shoal.train.progress import Progress
 
 if TYPE_CHECKING:
     from shoal.comm.members.elastic_sum import ElasticSum
     from shoal.comm.members.meetings import Meetings
-    from shoal.train.call_log import CallLog
+    from shoal.train.agreement import CallLog
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,9 +57,6 @@ class RunServices:
         if run_dir is None or self.step_count is None:
             return []
         return [rank for rank in range(size) if run_dir.has_exited(rank)]
-
-    def callbacks_of(self, is_first: Callable[[], bool], size: int) -> Callbacks:
-        return Callbacks(self.callbacks, is_first, lambda: self.lost(size))
 
     def present(self, size: int) -> float:
         """The fraction of so many ranks that are there, where a loss does not end the run."""
