@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback  # type: ignore[import-not-found,unused-ignore]
 
 from shoal.errors import BadInput
 from shoal.train.job import Job
+
+try:
+    from transformers import TrainerCallback  # type: ignore[import-not-found,unused-ignore]
+except ImportError as error:  # pragma: no cover
+    raise BadInput(
+        "shoal.integrations.transformers needs transformers and accelerate: "
+        "pip install transformers accelerate"
+    ) from error
 
 
 class ShoalCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
