@@ -39,8 +39,7 @@ from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
 from shoal.errors import ShoalError
 from shoal.runtime.config import RunConfig
-from shoal.runtime.heap import keep_freed_memory
-from shoal.runtime.memory_limit import cores
+from shoal.runtime.memory_limit import cores, keep_freed_memory
 from shoal.sync.optimizer_step import OptimizerFactory
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {

@@ -46,8 +46,7 @@ from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
-from shoal.runtime.heap import keep_freed_memory
-from shoal.runtime.memory_limit import threads_of
+from shoal.runtime.memory_limit import keep_freed_memory, threads_of
 from shoal.server.process.server import Server
 from shoal.sync import Replica, Sync, plan_for
 from shoal.sync.optimizer_step import OptimizerStep

@@ -1440,7 +1440,7 @@ static PyObject *light_queue(PyObject *object, void *closure) {
 static PyMemberDef light_members[] = {
     {"is_done", T_BOOL, offsetof(LightWork, is_done), 0, NULL}, {"begun", T_BOOL, offsetof(LightWork, begun), 0, NULL},
     {"error", T_OBJECT, offsetof(LightWork, error), 0, NULL},
-    {"_callbacks", T_OBJECT, offsetof(LightWork, callbacks), 0, NULL},
+    {"callbacks", T_OBJECT, offsetof(LightWork, callbacks), 0, NULL},
     {"start_ns", T_ULONGLONG, offsetof(LightWork, start_ns), 0, NULL},
     {"end_ns", T_ULONGLONG, offsetof(LightWork, end_ns), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyMethodDef light_methods[] = {
