@@ -88,7 +88,7 @@ class LightWork(_shm.LightWork if is_built() else object):  # type: ignore[misc]
     """An all-reduce that a lane has begun, beside the queue; see `light_lane` of `_shm`."""
 
     __slots__ = ()
-    poll, when_done, times = QueuedWork.poll, QueuedWork.when_done, QueuedWork.times
+    poll, when_done, times = QueuedWork.poll, QueuedWork.when_done, None  # a timed queue has none
 
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
