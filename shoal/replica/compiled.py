@@ -94,8 +94,10 @@ def _kept(output: Any) -> Any:
 @cache
 def _leave_out_messages() -> None:
     """What is not about a model's tensors runs as it is, and ends a graph."""
-    for folder in _NOT_TRACED:
-        torch._dynamo.trace_rules.add(f"shoal.{folder}")
+    # torch 2.11 loses the sums over replicas in the backward that it traces, and says nothing
+    of_old = ("replica.batchnorm",) if torch.__version__ < (2, 12) else ()
+    for name in (*_NOT_TRACED, *of_old):
+        torch._dynamo.trace_rules.add(f"shoal.{name}")
 
 
 _NOT_TRACED = ("comm", "transport", "runtime", "embedding", "observe", "train", "replica.fsdp")
