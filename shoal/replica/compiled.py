@@ -95,7 +95,7 @@ def _kept(output: Any) -> Any:
 def _leave_out_messages() -> None:
     """What is not about a model's tensors runs as it is, and ends a graph."""
     # torch 2.11 loses the sums over replicas in the backward that it traces, and says nothing
-    of_old = ("replica.batchnorm",) if torch.__version__ < (2, 12) else ()
+    of_old = ("replica.batchnorm",) if torch.__version__ < "2.12" else ()
     for name in (*_NOT_TRACED, *of_old):
         torch._dynamo.trace_rules.add(f"shoal.{name}")
 
