@@ -203,9 +203,7 @@ def _handover_s(found: Found, name: str, kind: str) -> float:
 def _smallest_s(found: Found, kind: str) -> float:
     """Of a call of Shoal's own with few bytes."""
     seconds: float = sum(
-        calls["points"][0]["median_s"]
-        for calls in found.get("calls", ())
-        if calls["kind"] == kind and calls["executor"] != "gloo"
+        calls["points"][0]["median_s"] for calls in found.get("calls", ()) if calls["kind"] == kind
     )
     return seconds
 
@@ -253,7 +251,7 @@ def measured_calls(calls: Found, ranks: int) -> MeasuredCalls:
 
 def _fabric(measured: Sequence[MeasuredCalls], ranks: int) -> LinkSpec | None:
     """The link that gives the measured all-reduce in the closed form of a ring."""
-    known = [one for one in measured if one.kind == "all_reduce" and one.executor != "gloo"]
+    known = [one for one in measured if one.kind == "all_reduce"]
     if not known:
         return LinkSpec("shared memory", 10e9, 5e-6, source="assumed")
     calls = min(known, key=lambda one: abs(one.ranks - ranks))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
@@ -31,10 +30,9 @@ _LARGE = 1 << 24  # fewer rounds from here on
 def _calls(job: shoal.Job, seconds: float) -> Iterator[dict[str, Any]]:
     """Every kind of call; V is the whole vector, of which a rank has 1/p where it is divided."""
     group = job.group
-    round_s = seconds / (len(KINDS) + 1) / len(SIZES) / _ROUNDS
-    gloo = ["gloo"] if job.device.type == "cpu" and dist.is_gloo_available() else []
+    round_s = seconds / len(KINDS) / len(SIZES) / _ROUNDS
     executor = "nccl" if job.device.type == "cuda" else "shm"
-    for kind in (*KINDS, *gloo):
+    for kind in KINDS:
         points = []
         for num_bytes in SIZES:
             pieces = max(1, num_bytes // 4 // group.size)
@@ -49,12 +47,9 @@ def _calls(job: shoal.Job, seconds: float) -> Iterator[dict[str, Any]]:
                 "broadcast": partial(_wait, group.broadcast, whole),
                 "all_to_all": partial(_wait, group.all_to_all, other, whole),
                 "send": partial(_exchange, group, whole, other),
-                "gloo": partial(dist.all_reduce, torch.zeros(num_bytes // 4)),
             }
             points.append({"bytes": num_bytes, **_sample(group, calls[kind], round_s)})
-        is_gloo = kind == "gloo"
-        names = ("gloo", "all_reduce") if is_gloo else (executor, kind)
-        yield {"executor": names[0], "kind": names[1], "ranks": group.size, "points": points}
+        yield {"executor": executor, "kind": kind, "ranks": group.size, "points": points}
 
 
 def _wait(call: Callable[..., Any], *tensors: Tensor) -> None:

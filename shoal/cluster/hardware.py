@@ -148,7 +148,7 @@ class LinkSpec:
 class MeasuredCalls:
     """Seconds of one call by bytes, with so many ranks: of one node, or one of each node."""
 
-    executor: str  # shm, tcp, gloo, nccl
+    executor: str  # shm, nccl
     kind: str  # all_reduce, …, send, or server (a push and a pull of all bytes)
     algorithm: str
     ranks: int
