@@ -219,7 +219,7 @@ Serve = Callable[[socket.socket], object]  # a socket for which it returns True 
 class Greeter:
     """A thread for each connection that comes, which greets it and serves it to its end.
 
-    `note` is told why a connection was ended before it was served.
+    `note` is called with the reason where a connection ends before it is served.
     """
 
     def __init__(
