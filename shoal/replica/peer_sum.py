@@ -23,7 +23,9 @@ _LINE = 8  # numbers of 64 bits
 
 
 class PeerSum:
-    """Adds up what lies in the memory of each rank, in the order of ranks; the first worker that has time does it.
+    """Adds up what lies in the memory of each rank, in the order of ranks.
+
+    Whichever worker has ended its backward takes the next block.
 
         [ a line of each rank: how many buckets it has told | the next block | addresses ]
 
