@@ -2,8 +2,8 @@
 
 Every way is a run of its own; runs take turns, `rounds` times. A round's figure is the median over
 its steps, and the ratio is to the process alone in the same round. Beside it stands that of as many
-processes that compute their samples and exchange and update nothing, the slowest of each step: what
-no strategy gets below whose workers wait for each other.
+processes that compute their samples, add up and update as many bytes as ddp does, all in memory of
+their own, and wait for nobody; the slowest of each step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 
 
-ALONE = "compute alone"
+ALONE = "no exchange"
 PEERS = ("plain loop", "torch DDP", ALONE)
 
 
@@ -86,14 +86,19 @@ def measure_peer(
         keep_freed_memory()  # as Shoal's workers do
     elif size > 1:
         model = nn.parallel.DistributedDataParallel(model)
-    updates = OPTIMIZERS[optimizer](model.named_parameters())
+    named = dict(model.named_parameters())
+    if peer == ALONE:
+        parts = {name: p.detach().view(-1)[: p.numel() // size] for name, p in named.items()}
+        named = {name: nn.Parameter(part) for name, part in parts.items()}
+    updates = OPTIMIZERS[optimizer](named.items())
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
 
     def step() -> None:
         updates.zero_grad()
         loss(model(inputs[mine]), targets[mine]).backward()  # type: ignore[no-untyped-call]
-        if peer != ALONE:
-            updates.step()
+        if peer == ALONE:
+            add_up(list(model.parameters()), list(named.values()), size)
+        updates.step()
 
     if size == 1:
         return timed(step, steps)
@@ -101,6 +106,15 @@ def measure_peer(
     slowest = torch.tensor(timed(step, steps))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # whom others wait for in that step
     return slowest.tolist()
+
+
+def add_up(whole: Sequence[nn.Parameter], slices: Sequence[nn.Parameter], size: int) -> None:
+    """Each slice gets the sum of `size` pieces of a gradient, which is then dropped."""
+    for p, part in zip(whole, slices, strict=True):
+        assert p.grad is not None
+        pieces = p.grad.view(-1)[: size * part.numel()].view(size, -1)
+        part.grad = pieces.sum(0)
+        p.grad = None
 
 
 def run_peers(peer: str, words: list[str], workers: int, config: RunConfig) -> None:
