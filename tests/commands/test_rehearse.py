@@ -95,7 +95,7 @@ def test_ctrl_c_ends_a_rehearsal() -> None:
         (("--mtbf", "soon"), "is not a time"),
         (("--cluster", "no-such"), "no-such"),
         (("--cluster", "no/such.toml"), "no/such.toml"),
-        (("-n", "0"), "at least 1"),
+        (("-n", "0"), "Invalid value for '--workers'"),
         (("-s", "dpp"), "dpp"),
     ],
 )
