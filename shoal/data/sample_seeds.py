@@ -100,7 +100,7 @@ class SeededSamples:
             return None
         found = None
         try:
-            found = self._fetch(indices, streams)
+            found = self._fetch_plain(indices)
         finally:
             if streams.words() != words:
                 streams.undo(words)
@@ -109,9 +109,7 @@ class SeededSamples:
 
     def _fetch(self, indices: Sequence[int], streams: HostStreams) -> list[Any]:
         if not self._fetches_one or not streams.are_drawn_from:
-            if self._fetches_many:
-                return list(self.dataset.__getitems__(list(indices)))
-            return [self.dataset[index] for index in indices]
+            return self._fetch_plain(indices)
         found = []
         dataset, seeders = self.dataset, streams.seeders()
         for index, seed in zip(indices, mix_each(self.seed, indices), strict=True):
@@ -119,6 +117,12 @@ class SeededSamples:
                 put(seed)
             found.append(dataset[index])
         return found
+
+    def _fetch_plain(self, indices: Sequence[int]) -> list[Any]:
+        dataset = self.dataset
+        if self._fetches_many:
+            return list(dataset.__getitems__(list(indices)))
+        return [dataset[index] for index in indices]
 
 
 def seeded(dataset: Any, seed: int) -> Any:

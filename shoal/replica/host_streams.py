@@ -14,9 +14,12 @@ import random
 import sys
 from collections.abc import Callable
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+
+_some: Callable[[Any], tuple[int, ...]] = itemgetter(0, 2, 5, -1, -2)
 
 
 class _Snapshot(NamedTuple):
@@ -99,8 +102,7 @@ class _Stream:
         self._seeded = parked.seeded
 
     def _mark(self) -> tuple[int, ...]:
-        words = self._words
-        return () if words is None else (words[0], words[2], words[5], words[-1], words[-2])
+        return () if self._words is None else _some(self._words)
 
     def words_now(self) -> bytes:
         """Copied where they have changed: copies of all of them would empty the cache."""
@@ -188,10 +190,12 @@ class HostStreams:
 
     def words(self) -> list[bytes] | None:
         """The states in memory, as long as nothing is known to draw from any of them."""
-        streams = self._streams()
-        if any([stream.is_drawn_from for stream in streams]):
-            return None
-        return [stream.words_now() for stream in streams]
+        words = []
+        for stream in self._streams():
+            if stream.is_drawn_from:
+                return None
+            words.append(stream.words_now())
+        return words
 
     def undo(self, words: list[bytes]) -> None:
         """Something has drawn after all: return to these states, and remember from which it has."""
