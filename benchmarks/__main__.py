@@ -109,12 +109,14 @@ def host(
     as_json: options.Json = False,
 ) -> None:
     """One process with all cores against workers that share them, the same global batch."""
-    from benchmarks.host import ALONE, OPTIMIZERS, Way, run, table_of
+    from benchmarks.host import OPTIMIZERS, Way, bound_of, run, table_of
 
     check_names("--optimizer", optimizer or (), OPTIMIZERS)
     named = strategy or ["ddp", "ddp(shared_weights=False)", "zero(2)", "ps", "gossip"]
     ways = [Way("plain loop", 1), Way("single", 1)]
-    ways += [Way(each, n) for n in workers or [2] for each in (ALONE, "torch DDP", *named)]
+    for n in workers or [2]:
+        shared = [Way(each, n) for each in ("torch DDP", *named)]
+        ways += [*dict.fromkeys(map(bound_of, shared)), *shared]
     results = []
     for name in optimizer or OPTIMIZERS:
         results += run(ways, name, batch_size, rounds, steps)

@@ -2,8 +2,9 @@
 
 Every way is a run of its own; runs take turns, `rounds` times. A round's figure is the median over
 its steps, and the ratio is to the process alone in the same round. Beside it stands that of as many
-processes that compute their samples, add up and update as many bytes as ddp does, all in memory of
-their own, and wait for nobody; the slowest of each step.
+processes that compute their samples, add up and update as many bytes as ddp does (gossip: mix as
+many as a ring does, and update all), in memory of their own, and wait for nobody; the slowest of
+each step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 
 ALONE = "no exchange"
-PEERS = ("plain loop", "torch DDP", ALONE)
+ALONE_GOSSIP = "no exchange, gossip"
+PEERS = ("plain loop", "torch DDP", ALONE, ALONE_GOSSIP)
 
 
 class Way(NamedTuple):
@@ -82,7 +84,7 @@ def measure_peer(
     model, loss, inputs, targets = mlp(2048, batch_size)
     if size > 1:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
-    if peer == ALONE:
+    if peer in (ALONE, ALONE_GOSSIP):
         keep_freed_memory()  # as Shoal's workers do
     elif size > 1:
         model = nn.parallel.DistributedDataParallel(model)
@@ -91,6 +93,7 @@ def measure_peer(
         parts = {name: p.detach().view(-1)[: p.numel() // size] for name, p in named.items()}
         named = {name: nn.Parameter(part) for name, part in parts.items()}
     updates = OPTIMIZERS[optimizer](named.items())
+    neighbors = [[p.detach().clone() for p in named.values()] for _ in range(2)]
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
 
     def step() -> None:
@@ -98,6 +101,8 @@ def measure_peer(
         loss(model(inputs[mine]), targets[mine]).backward()  # type: ignore[no-untyped-call]
         if peer == ALONE:
             add_up(list(model.parameters()), list(named.values()), size)
+        if peer == ALONE_GOSSIP:
+            mix(list(named.values()), neighbors)
         updates.step()
 
     if size == 1:
@@ -115,6 +120,15 @@ def add_up(whole: Sequence[nn.Parameter], slices: Sequence[nn.Parameter], size: 
         pieces = p.grad.view(-1)[: size * part.numel()].view(size, -1)
         part.grad = pieces.sum(0)
         p.grad = None
+
+
+@torch.no_grad()
+def mix(own: Sequence[nn.Parameter], neighbors: Sequence[Sequence[torch.Tensor]]) -> None:
+    """The mean of a worker's weights and those of its neighbors."""
+    for p, *theirs in zip(own, *neighbors, strict=True):
+        for each in theirs:
+            p.add_(each)
+        p.div_(1 + len(theirs))
 
 
 def run_peers(peer: str, words: list[str], workers: int, config: RunConfig) -> None:
@@ -145,7 +159,6 @@ def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps
             name = f"{way.strategy} on {way.workers}, {optimizer}"
             say(f"round {number + 1}: {name}: {found[way][-1]:.1f} ms a step")
     alone = found[ways[0]]
-    bounds = {way.workers: of_way for way, of_way in found.items() if way.strategy == ALONE}
     return [
         {
             "strategy": way.strategy,
@@ -153,11 +166,15 @@ def run(ways: Sequence[Way], optimizer: str, batch_size: int, rounds: int, steps
             "optimizer": optimizer,
             "rounds_ms": of_way,
             "ratios": ratios_to(alone, of_way),
-            "bound_ratios": ratios_to(alone, bounds.get(way.workers, alone)),
+            "bound_ratios": ratios_to(alone, found.get(bound_of(way), alone)),
         }
         for way, of_way in found.items()
-        if way.strategy != ALONE
+        if way.strategy not in (ALONE, ALONE_GOSSIP)
     ]
+
+
+def bound_of(way: Way) -> Way:
+    return Way(ALONE_GOSSIP if way.strategy.startswith("gossip") else ALONE, way.workers)
 
 
 def ratios_to(alone: Sequence[float], of_way: Sequence[float]) -> list[float]:

@@ -1,14 +1,16 @@
 """What a step of a pipeline costs: Shoal, and torch.distributed.pipelining on the same stages.
 
 `python -m benchmarks pipeline` starts two workers. Both train a copy of the same model, split at
-the same block, on the same micro-batches. Peak memory is what the tensors of a step take at most,
-beside those that exist before it.
+the same block, on the same micro-batches. Beside them stands the least that such a step can take:
+the passes of the slower stage, alone with its samples, and its bubble. Peak memory is what the
+tensors of a step take at most, beside those that exist before it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,12 +25,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import shoal
 from benchmarks.harness import (
+    Timing,
     alternate,
     beside_peer,
     measure_in_workers,
     options_of_worker,
     peer_cells,
     say,
+    spread,
     write_result,
 )
 from shoal.commands.launching import config_for
@@ -80,6 +84,31 @@ def torch_step(
     return step
 
 
+def alone_step(
+    model: nn.Sequential, split_at: int, rank: int, pp: Pp, batch: tuple[Tensor, Tensor]
+) -> Callable[[], None]:
+    """The passes and the update of one stage of two, which sends and receives nothing."""
+    assert pp.microbatches is not None
+    layers = list(model)
+    stage = nn.Sequential(*(layers[:split_at] if rank == 0 else layers[split_at:]))
+    tokens, targets = (part.chunk(pp.microbatches) for part in batch)
+    received = [torch.randn(*each.shape, WIDTH, requires_grad=True) for each in tokens]
+    optimizer = SGD(stage.parameters())
+
+    def step() -> None:
+        for number in range(len(tokens)):
+            if rank == 0:
+                out = stage(tokens[number])
+                out.backward(received[number].detach())
+            else:
+                loss(stage(received[number]), targets[number]).backward()  # type: ignore[no-untyped-call]
+                received[number].grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def peak_bytes(step: Callable[[], Any]) -> int:
     """What torch's allocator holds at most during a step, over what it held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -116,7 +145,13 @@ def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[st
         "shoal": lambda: step(batch_of_job),
         "peer": torch_step(theirs, split_at, job.rank, pp, batch),
     }
-    times = alternate(ways, rounds, steps, lambda: job.group.barrier().wait())
+    alone = alone_step(copy.deepcopy(theirs), split_at, job.rank, pp, batch)
+    peaks = _peaks(job, ways)
+    timed = {**ways, "alone": alone}  # until both stages have ended
+    barrier = partial(_barrier, job)
+    times = alternate(timed, rounds, steps, barrier, barrier)
+    bubble = (pp.microbatches + 1) / pp.microbatches
+    bound = Timing.of([bubble * each for each in times.pop("alone")])
     return {
         "schedule": pp.schedule,
         "microbatches": pp.microbatches,
@@ -124,9 +159,14 @@ def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[st
         "batch_size": batch_size,
         "peer": "torch.distributed.pipelining",
         "backend": dist.get_backend(),
-        "peak_bytes": _peaks(job, ways),
+        "peak_bytes": peaks,
+        "bound": asdict(bound),
         **beside_peer(times),
     }
+
+
+def _barrier(job: shoal.Job) -> None:
+    job.group.barrier().wait()
 
 
 def run(schedule: str, batch_size: int, microbatches: int, rounds: int, steps: int) -> Any:
@@ -139,7 +179,7 @@ def run(schedule: str, batch_size: int, microbatches: int, rounds: int, steps: i
 
 def tables(steps: list[Any], idle: list[Any]) -> list[Table]:
     heads = ["schedule", "shoal", "torch.distributed.\npipelining", "theirs /\nshoal"]
-    times = [[r["schedule"], *peer_cells(r)] for r in steps]
+    times = [[r["schedule"], *peer_cells(r), spread(r["bound"], "_ms")] for r in steps]
     shares = [
         [r["schedule"], f"{r['simulated_idle']:.1%}", f"{r['traced_idle']:.1%}"] for r in idle
     ]
@@ -149,7 +189,12 @@ def tables(steps: list[Any], idle: list[Any]) -> list[Table]:
     ]
     title = "idle share of 4 stages, 8 micro-batches, layers that sleep"
     return [
-        plain_table("ms a step on 2 workers: median (quartiles)", heads, times, left=1),
+        plain_table(
+            "ms a step on 2 workers: median (quartiles)",
+            [*heads, "slower stage alone,\nand the bubble"],
+            times,
+            left=1,
+        ),
         plain_table("peak memory of a step, MB: each stage", heads[:-1], peaks, left=1),
         plain_table(title, ["schedule", "simulated", "traced"], shares, left=1),
     ]
