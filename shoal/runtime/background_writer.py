@@ -17,18 +17,19 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def start(self, action: Callable[[], None]) -> None:
         """Only while it is not busy."""
         name = "shoal-checkpoint"
-        self._thread = clock.Thread(target=self._run, args=(action,), name=name, daemon=True)
+        self._thread = clock.Thread(target=self._in_thread, args=(action,), name=name, daemon=True)
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Return when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        if (thread := self._thread) is not None:
+            thread.join(timeout_s)
 
     def wait(self) -> None:
         """The same; raises the error of the latest action, once."""
@@ -42,3 +43,7 @@ class BackgroundWriter:
             action()
         except BaseException as error:
             self._error = error
+
+    def _in_thread(self, action: Callable[[], None]) -> None:
+        self._run(action)
+        self._thread = None  # a virtual one knows the whole rehearsal

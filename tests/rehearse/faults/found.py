@@ -9,6 +9,7 @@ from tests.rehearse.faults.scenario import (
     AnyOrder,
     Breaks,
     Delays,
+    FullDisk,
     Jitter,
     Kill,
     Kind,
@@ -20,6 +21,7 @@ from tests.rehearse.faults.scenario import (
 
 ASYNC = Kind('ps(mode="async")', "log", SERVED, True, loses=WORKERS)
 COPIED = Kind("ps(replicas=2)", "equal", SERVED, True, loses=SERVERS, copies=2)
+NAMED = Kind('ddp(algorithm="ring")', "equal")
 ELASTIC = Kind("zero(3, elastic=True)", "equal", loses=WORKERS)
 QUORUM = Kind("ps(quorum=0.5)", "log", SERVED, True, loses=WORKERS)
 
@@ -96,5 +98,19 @@ FOUND: dict[str, Scenario] = {
             Kill("worker 4", 0.0369),
             Kill("worker 2", 0.0233),
         ),
+    ),
+    # the thread that had made room for a checkpoint kept the memory of all workers
+    "a save fails for want of room after one that did not": Scenario(
+        1676,
+        NAMED,
+        2,
+        "mlp",
+        samples=22,
+        batch=8,
+        epochs=3,
+        optimizer="momentum",
+        microbatches=2,
+        saves=True,
+        faults=(AnyOrder(), FullDisk(save=2, num_bytes=986)),
     ),
 }
