@@ -8,10 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from shoal.embedding._rows import locate as _native
-except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
-    _native = None  # type: ignore[assignment]
+from shoal.embedding import native
 
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
@@ -53,45 +50,17 @@ class Permutation:
         self._width = max(1, -(-size // self._height))
         self._keys = np.array([key_of(key, i) for i in range(_ROUNDS)], np.uint64)
 
-    def __call__(self, numbers: Ids) -> Ids:
-        shuffled = self._shuffle(numbers)
-        while (outside := np.flatnonzero(shuffled >= self.size)).size:
-            shuffled[outside] = self._shuffle(shuffled[outside])
-        return shuffled
-
     def deal(self, numbers: Ids, shards: int) -> tuple[Ids, Ids]:
         """The permuted numbers dealt to shards in turn: shard and slot of each.
 
         An IndexError if a number is out of range.
         """
-        if _native is None:
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.size:
-                raise IndexError(f"a number of {len(numbers)} is out of range")
-            slots, owners = np.divmod(self(numbers), shards)
-            return owners, slots
         owners, slots = np.empty_like(numbers), np.empty_like(numbers)
         pairs = (self.size, self._height, self._width, self._keys)
-        wrong = _native(*pairs, np.ascontiguousarray(numbers), shards, owners, slots)
+        wrong = native.rows.locate(*pairs, np.ascontiguousarray(numbers), shards, owners, slots)
         if wrong >= 0:
             raise IndexError(f"number {wrong} of {len(numbers)} is out of range")
         return owners, slots
-
-    def _shuffle(self, numbers: Ids) -> Ids:
-        left, right = np.divmod(numbers, self._width)
-        for i, key in enumerate(self._keys):
-            if i % 2 == 0:
-                left = _shift(left, right, key, self._height)
-            else:
-                right = _shift(right, left, key, self._width)
-        return left * self._width + right
-
-
-def _shift(half: Ids, other: Ids, key: np.uint64, size: int) -> Ids:
-    """`half` plus a hash of `other`, modulo `size`."""
-    high: Words = scramble(other.astype(np.uint64) ^ key) >> np.uint64(32)
-    shifted = half + ((high * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
-    shifted -= size * (shifted >= size)
-    return shifted
 
 
 MAX_DIRECT_ROWS = 1 << 20  # of a table, for which an array has an entry for every row

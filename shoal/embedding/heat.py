@@ -21,12 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.embedding import native
 from shoal.embedding.hashing import MAX_DIRECT_ROWS, Ids
-
-try:
-    from shoal.embedding._rows import count_ids as _native
-except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
-    _native = None  # type: ignore[assignment]
 
 Numbers = NDArray[np.int64]
 _NONE: Numbers = np.zeros(0, np.int64)
@@ -67,11 +63,7 @@ class IdCounts:
 
     def _count(self, ids: Ids) -> None:
         assert self.array is not None
-        if _native is None:
-            if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_rows:
-                raise IndexError(f"an id of {len(ids)} is not of the table")
-            np.add.at(self._counts, ids, 1)
-        elif (wrong := _native(self._counts, ids)) >= 0:
+        if (wrong := native.rows.count_ids(self._counts, ids)) >= 0:
             raise IndexError(f"id {wrong} of {len(ids)} is not of the table")
 
     def take(self) -> tuple[Ids, Numbers]:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.embedding import native
 from shoal.embedding.hashing import Ids
-
-try:
-    from shoal.transport.shm._shm import copy_rows as _native
-    from shoal.transport.shm._shm import take_rows as _native_take
-except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
-    _native = None  # type: ignore[assignment]
-    _native_take = None  # type: ignore[assignment]
 
 Rows = NDArray[np.float32]
 
@@ -28,10 +21,7 @@ def copy_rows(source: Tensor, origins: Ids | None, target: Tensor, places: Ids |
     count = len(source if origins is None else origins) if places is None else len(places)
     if origins is not None and len(origins) != count:
         raise IndexError(f"{len(origins)} rows for {count} places")
-    if _native is None:
-        _copy(source, origins, target, places, count)
-        return
-    wrong = _native(
+    wrong = native.memory.copy_rows(
         source.data_ptr(),
         len(source),
         target.data_ptr(),
@@ -53,36 +43,10 @@ def take_rows(
     False, and nothing is copied, if a row has no position (the index has 0 or less), or is out of
     range. Ids come from other processes: nothing is assumed of them.
     """
-    if _native_take is not None:
-        return _native_take(index, low, ids, rows, target, places, 4 * rows.shape[1]) < 0
-    slots = ids - low
-    try:
-        _check_range(slots, len(slots), len(index))
-        positions = index[slots].astype(np.int64) - 1
-        _copy(torch.from_numpy(rows), positions, torch.from_numpy(target), places, len(positions))
-    except IndexError:
-        return False
-    return True
+    row_bytes = 4 * rows.shape[1]
+    return native.memory.take_rows(index, low, ids, rows, target, places, row_bytes) < 0
 
 
 def _address(numbers: Ids) -> int:
     assert numbers.dtype == "int64" and numbers.flags.c_contiguous
     return numbers.ctypes.data
-
-
-def _copy(
-    source: Tensor, origins: Ids | None, target: Tensor, places: Ids | None, count: int
-) -> None:
-    _check_range(origins, count, len(source))
-    _check_range(places, count, len(target))
-    rows = source[:count] if origins is None else source.index_select(0, torch.from_numpy(origins))
-    if places is None:
-        target[:count] = rows
-    else:
-        target.index_copy_(0, torch.from_numpy(places), rows)
-
-
-def _check_range(numbers: Ids | None, count: int, size: int) -> None:
-    low, high = (0, count - 1) if numbers is None or not count else (numbers.min(), numbers.max())
-    if low < 0 or high >= size:
-        raise IndexError(f"a row of {count} to copy is out of range")

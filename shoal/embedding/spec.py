@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids, Permutation, key_of, random_words
+from shoal.embedding.native import require_native
 from shoal.errors import BadInput
 
 Kind = Literal["sgd", "adagrad", "adam"]
@@ -118,6 +119,7 @@ class TableSpec:
     cache_steps: int = 0  # steps for which a worker may use a pulled row again
 
     def __post_init__(self) -> None:
+        require_native(str(self))
         limits = {"num_rows": LARGEST_TABLE, "dim": 2**20, "min_count": LARGEST_COUNT}
         limits |= {} if self.ttl_steps is None else {"ttl_steps": LARGEST_TABLE}
         limits |= {"cache_steps": MAX_CACHE_STEPS} if self.cache_steps != 0 else {}

@@ -48,6 +48,7 @@ class DirectRows(NamedTuple):
 
 
 CHUNK_ROWS = 1 << 16  # rows that `state` gives at a time
+MAX_SHARDS = 1024  # as in _rows.c
 
 
 class RowTable:
@@ -58,6 +59,8 @@ class RowTable:
     """
 
     def __init__(self, spec: TableSpec, shard: int = 0, shards: int = 1):
+        if shards > MAX_SHARDS:
+            raise BadInput(f"{spec} has {shards} servers: use {MAX_SHARDS} at most")
         if spec.rows_of(shard, shards) > LARGEST_SHARD:
             raise BadInput(
                 f"{spec} has too many rows for {counted(shards, 'server')}: use more servers"

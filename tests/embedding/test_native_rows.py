@@ -1,4 +1,4 @@
-"""Counting, placing, routing and copying of rows: the native calls do what numpy does."""
+"""Counting, placing, routing and copying of rows: the native calls do what numpy would."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.embedding import hashing, heat, row_copy
-from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Permutation
+from shoal.embedding import native
+from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Permutation, key_of
 from shoal.embedding.heat import IdCounts
 from shoal.embedding.row_copy import copy_rows, take_rows
 from shoal.embedding.spec import TableSpec
+from shoal.embedding.table import RowTable
 from shoal.errors import BadInput
-from shoal.server.rows import requests
 from shoal.server.rows.requests import Routed, route
-
-needs_native = pytest.mark.skipif(
-    requests._native is None or hashing._native is None or heat._native is None,
-    reason="the native part is not built",
-)
-
-
-def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (requests, hashing, heat):
-        monkeypatch.setattr(module, "_native", None)
+from tests.embedding.in_numpy import deal_in_numpy, route_in_numpy
 
 
 def as_lists(routed: Routed) -> tuple[list[int], list[int], list[int]]:
     return routed.ids.tolist(), routed.places.tolist(), routed.counts
 
 
-@needs_native
+def test_without_the_native_part_a_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "rows", None)
+    with pytest.raises(BadInput, match="table 't' needs the native part of Shoal"):
+        TableSpec("t", 40, 1)
+
+
+def test_more_servers_than_the_native_part_deals_rows_to_are_refused() -> None:
+    RowTable(TableSpec("t", 4000, 1), 0, 1024)
+    with pytest.raises(BadInput, match="use 1024 at most"):
+        RowTable(TableSpec("t", 4000, 1), 0, 1025)
+
+
 @given(
     ids=st.lists(st.integers(0, 39), max_size=60),
     hot=st.sets(st.integers(0, 39)),
@@ -61,12 +63,9 @@ def test_a_pull_is_routed_alike(
     known = IdMap(np.array(sorted(hot), np.int64) * scale, num_rows)
     places = np.arange(100, 100 + len(ids)) if has_places else None
     found = route(spec, wanted, places, servers, known, turn)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        in_numpy(monkeypatch)
-        assert as_lists(found) == as_lists(route(spec, wanted, places, servers, known, turn))
+    assert as_lists(found) == as_lists(route_in_numpy(spec, wanted, places, servers, known, turn))
 
 
-@needs_native
 @pytest.mark.parametrize("wrong", [-1, 40, 2**62])
 @pytest.mark.parametrize("placement", ["hash", "range"])
 def test_an_id_that_is_no_row_is_refused(wrong: int, placement: str) -> None:
@@ -82,50 +81,40 @@ def test_an_id_that_is_no_row_is_refused(wrong: int, placement: str) -> None:
     assert counts.size == 0 and counts.take()[0].tolist() == []
 
 
-@needs_native
 @given(size=st.integers(1, 500), shards=st.integers(1, 7), key=st.integers(0, 2**64 - 1))
 @settings(max_examples=40, deadline=None)
 def test_rows_are_dealt_alike_and_each_slot_is_used_once(size: int, shards: int, key: int) -> None:
     shuffled = Permutation(size, key)
     owners, slots = shuffled.deal(np.arange(size), shards)
     assert sorted((slots * shards + owners).tolist()) == list(range(size))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        in_numpy(monkeypatch)
-        again = shuffled.deal(np.arange(size), shards)
+    again = deal_in_numpy(size, key, np.arange(size), shards)
     assert (owners == again[0]).all() and (slots == again[1]).all()
 
 
-@needs_native
-def test_owners_of_a_large_table_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_of_a_large_table_are_those_of_numpy() -> None:
     spec = TableSpec("t", 2**62, 1)
     ids = torch.arange(1000) * (2**52 - 1)
     found = spec.locate(ids, 7)
-    in_numpy(monkeypatch)
-    again = spec.locate(ids, 7)
+    again = deal_in_numpy(2**62, key_of("owner", "t"), ids.numpy(), 7)
     assert (found[0] == again[0]).all() and (found[1] == again[1]).all()
 
 
-@needs_native
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=8),
     st.sampled_from([31, 2 * MAX_DIRECT_ROWS, None]),
-    st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_ids_are_counted(batches: list[list[int]], num_rows: int | None, is_native: bool) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not is_native:
-            in_numpy(monkeypatch)
-        counts = IdCounts(num_rows)
-        for batch in batches:
-            memory = np.array(batch, np.int64)
-            counts.add(memory)
-            memory[:] = 7  # the caller uses it again
-        exact = Counter(row for batch in batches for row in batch)
-        assert counts.size == exact.total()
-        ids, numbers = counts.take()
-        assert dict(zip(ids.tolist(), numbers.tolist(), strict=True)) == exact
-        assert ids.tolist() == sorted(exact) and not len(counts.take()[0])
+def test_ids_are_counted(batches: list[list[int]], num_rows: int | None) -> None:
+    counts = IdCounts(num_rows)
+    for batch in batches:
+        memory = np.array(batch, np.int64)
+        counts.add(memory)
+        memory[:] = 7  # the caller uses it again
+    exact = Counter(row for batch in batches for row in batch)
+    assert counts.size == exact.total()
+    ids, numbers = counts.take()
+    assert dict(zip(ids.tolist(), numbers.tolist(), strict=True)) == exact
+    assert ids.tolist() == sorted(exact) and not len(counts.take()[0])
 
 
 # ---- copies of rows ----------------------------------------------------------------------------
@@ -133,16 +122,6 @@ def test_ids_are_counted(batches: list[list[int]], num_rows: int | None, is_nati
 SOURCE = torch.arange(12.0).view(4, 3)
 
 
-@pytest.fixture(params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(row_copy, "_native", None)
-        monkeypatch.setattr(row_copy, "_native_take", None)
-    elif row_copy._native_take is None:
-        pytest.skip("the native part is not built")
-
-
-@pytest.mark.usefixtures("way")
 def test_rows_go_from_any_position_to_any_place() -> None:
     target = torch.zeros(3, 3)
     copy_rows(SOURCE, np.array([3, 1]), target, np.array([0, 2]))
@@ -151,7 +130,6 @@ def test_rows_go_from_any_position_to_any_place() -> None:
     assert torch.equal(target[:2], SOURCE[:2])
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("origins", "places"), [([4], [0]), ([-1], [0]), ([0], [3]), ([0], [-1])])
 def test_a_position_that_is_out_of_range_copies_nothing(
     origins: list[int], places: list[int]
@@ -166,7 +144,6 @@ def test_a_position_that_is_out_of_range_copies_nothing(
     assert not target.any()
 
 
-@pytest.mark.usefixtures("way")
 def test_rows_are_taken_by_an_index_of_positions() -> None:
     index = np.array([0, 3, 1, -2, 9], np.int32)  # of ids 10 to 14
     target = np.zeros((2, 3), np.float32)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.embedding import native
 from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
 from shoal.embedding.heat import Hottest, IdCounts, SpaceSaving
 from shoal.embedding.row_copy import Rows, copy_rows
@@ -23,11 +24,6 @@ from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
 from shoal.protocol import Refused
 from shoal.server.messages import MAX_HOT_ROWS
-
-try:
-    from shoal.embedding._rows import gather as _native
-except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
-    _native = None  # type: ignore[assignment]
 
 MIN_COUNTERS = 4096
 MAX_COUNTERS = 1 << 17
@@ -239,11 +235,11 @@ class HotTable:
     def serve(self, ids: Ids, copies: int, version: int, target: Rows, places: Ids | None) -> bool:
         """All rows of a pull, the first ones copies, in one native call; False if it cannot."""
         owned = self.table.direct
-        if _native is None or owned is None or (copies and self._fresh < max(0, version)):
+        if owned is None or (copies and self._fresh < max(0, version)):
             return False
         counts, copy_counts = self.recent.array, self._copies_served.array if copies else None
         rows = (ids, places, copies, 4 * self.spec.dim, target)
-        if _native(*rows, self._copies, owned, counts, copy_counts) >= 0:
+        if native.rows.gather(*rows, self._copies, owned, counts, copy_counts) >= 0:
             return False
         self.recent.add(ids, is_counted=True)
         if copies:

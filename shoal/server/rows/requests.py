@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.embedding import native
 from shoal.embedding.hashing import IdMap, Ids
 from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
@@ -22,12 +23,6 @@ from shoal.server.process.rows_requests import MAX_ROW_BYTES
 from shoal.server.rows.memory import PulledRows
 from shoal.server.shared_memory import bytes_of
 
-try:
-    from shoal.embedding._rows import route as _native
-except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
-    _native = None  # type: ignore[assignment]
-
-MAX_NATIVE_SERVERS = 1024
 Numbers = NDArray[np.int64]
 _AS_GOOD = 0.97  # of the pulls that a new set would have
 _AS_SMALL = 1.25  # times as many rows
@@ -45,63 +40,19 @@ def route(
     spec: TableSpec, ids: Ids, places: Ids | None, servers: int, hot: IdMap, turn: int
 ) -> Routed:
     """The requests of a pull. `places=None`: 0, 1, 2, …; BadInput for ids out of range."""
-    is_native = _native is not None and servers <= MAX_NATIVE_SERVERS
     is_hashed = spec.placement == "hash" and servers > 1
     has_list = len(hot.ids) > 0 and hot.direct is None
-    if not is_native or is_hashed or has_list:
+    if is_hashed or has_list:
         spec.check(torch.from_numpy(ids))
-    if not is_native:
-        return _routed(spec, ids, places, servers, hot, turn)
     width = -(-spec.num_rows // servers)
     owners = spec.locate(torch.from_numpy(ids), servers)[0] if is_hashed else None
     is_hot = hot.find(ids) >= 0 if has_list else None
     ordered, ordered_places = np.empty_like(ids), np.empty_like(ids)
     counts = np.empty(2 * servers, np.int64)
     rows = (ids, places, spec.num_rows, width, owners, hot.direct, is_hot, turn)
-    if _native(*rows, ordered, ordered_places, counts) >= 0:
+    if native.rows.route(*rows, ordered, ordered_places, counts) >= 0:
         spec.check(torch.from_numpy(ids))
     return Routed(ordered, ordered_places, counts.tolist())
-
-
-def _routed(
-    spec: TableSpec, ids: Ids, places: Ids | None, servers: int, hot: IdMap, turn: int
-) -> Routed:
-    owners = spec.locate(torch.from_numpy(ids), servers)[0]
-    targets = spread(owners, hot.find(ids) >= 0, servers, turn) if len(hot.ids) else owners
-    keys = 2 * targets + (owners == targets)
-    order = np.argsort(keys.astype(np.uint16), kind="stable")
-    counts = np.bincount(keys, minlength=2 * servers).tolist()
-    return Routed(ids[order], order if places is None else places[order], counts)
-
-
-def spread(owners: Ids, is_hot: NDArray[np.bool_], servers: int, turn: int) -> Numbers:
-    """The server to ask for each row of a pull, so that servers get equally many rows.
-
-    Rows that are not hot are asked of their owners. Hot ones fill up the others, in an order that
-    changes with `turn`.
-    """
-    loads = np.bincount(owners[~is_hot], minlength=servers)
-    shares = fill(loads, int(is_hot.sum()))
-    hot = np.roll(np.repeat(np.arange(servers), shares), turn)
-    targets = owners.copy()
-    targets[is_hot] = hot
-    return targets
-
-
-def fill(loads: Numbers, amount: int) -> Numbers:
-    """Portions of `amount` that make loads as even as they can be; the sum is `amount`."""
-    order = np.argsort(loads, kind="stable")
-    ordered = loads[order]
-    total = amount
-    for count in range(len(loads), 0, -1):  # the `count` smallest loads are filled to one level
-        total = amount + int(ordered[:count].sum())
-        if count == 1 or total >= count * ordered[count - 1]:
-            break
-    level, rest = divmod(total, count)
-    portions = np.zeros(len(loads), np.int64)
-    portions[order[:count]] = level - ordered[:count]
-    portions[order[:rest]] += 1
-    return portions
 
 
 def hottest_rows(ids: Ids, counts: Numbers, least: float, most_rows: int, hot: Ids) -> Ids:
