@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -203,8 +202,6 @@ def _end_processes(namespace: Namespace) -> int:
 
 def why_not() -> str:
     """Why there can be no namespaces with shaped links here, in a sentence; empty if there can."""
-    if sys.platform != "linux":
-        return "a lab needs the network namespaces of Linux"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"a lab needs the program {tool}, which is not installed: install iproute2"

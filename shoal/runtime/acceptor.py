@@ -309,10 +309,9 @@ def notice_silence(sock: socket.socket, silent_s: float = SILENT_PEER_S) -> None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        ("TCP_KEEPIDLE", max(1, int(silent_s / _PROBES))),
-        ("TCP_KEEPINTVL", max(1, int(silent_s / _PROBES))),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", int(1000 * silent_s)),
+        (socket.TCP_KEEPIDLE, max(1, int(silent_s / _PROBES))),
+        (socket.TCP_KEEPINTVL, max(1, int(silent_s / _PROBES))),
+        (socket.TCP_KEEPCNT, _PROBES),
+        (socket.TCP_USER_TIMEOUT, int(1000 * silent_s)),
     ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -105,9 +105,7 @@ _SPINS = 1000  # of an idle thread of a server, some ten microseconds
 
 def cores() -> int:
     """The cores that this process may use; the machine may have more."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def threads_of(servers: int) -> dict[str, str]:

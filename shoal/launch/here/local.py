@@ -137,7 +137,7 @@ def template_of(
 ) -> AbstractContextManager[Template | None]:
     """A process that has loaded what workers of this command need; None where they are spawned."""
     is_python = command[0] == sys.executable and len(command) > 1
-    if sys.platform != "linux" or config.start_method != "fork" or not is_python:
+    if config.start_method != "fork" or not is_python:
         return nullcontext()
     return Template(command, _of_worker(config), is_kept)
 

@@ -183,8 +183,6 @@ def _signal_group(process: Process, number: signal.Signals) -> None:
 def _wait_unreaped(process: Process) -> int:
     if process.returncode is not None:
         return process.returncode
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return process.wait()
     end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert end is not None  # None comes with WNOHANG only
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

@@ -6,7 +6,7 @@
 
 The memory has no name in a file system, so the kernel frees it with the last process that maps it.
 Only processes of the same user can open it. Its size is sealed: no process can truncate it under
-another. Linux only.
+another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 
 
 def _call(number: int | None, *args: object) -> int:
-    if number is None or sys.platform != "linux":
+    if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     result: int = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *args)
     if result < 0:
@@ -81,7 +81,7 @@ def make(label: str, num_bytes: int, generation: int = 0) -> int:
 
     The first 8 bytes hold `generation`; the rest is zero.
     """
-    if sys.platform != "linux" or not fits(label, num_bytes):
+    if not fits(label, num_bytes):
         return -1
     try:
         fd = memfd_create(label)

@@ -282,5 +282,4 @@ def _listen(host: str) -> socket.socket:
 
 def _tune(sock: socket.socket) -> None:
     notice_silence(sock)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
