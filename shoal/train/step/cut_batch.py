@@ -216,14 +216,14 @@ class BatchCutter:
         """Each micro-batch's share: its count over the count of the global batch.
 
         Workers that have the same rows divide their share between them.
-        If the global count is not known, the ranks sum it up while forward runs. Ranks that do
-        not wait for each other assume that all have the same count.
+        If the global count is not known, ranks sum it up while forward runs, unless there is one.
+        Ranks that do not wait for each other assume that all have the same count.
         """
         local = float(sum(counts))
         counts = [count / self.copies for count in counts]
         if self.count is None and total is not None:
             return [count / total for count in counts]
-        if not self.synchronous:
+        if not self.synchronous or self.group.size == 1:
             estimate = max(local, _SMALLEST_COUNT) * self.group.size / concurrent
             return [count / estimate for count in counts]
         total_count = torch.tensor(local, dtype=torch.float64).to(self.device)
