@@ -25,7 +25,7 @@ import shoal
 from benchmarks.harness import say
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
-from shoal.examples import clicks, digits
+from shoal.examples import clicks, digits, gpt
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness
 from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, rehearse
@@ -72,6 +72,13 @@ CASES = {
         F.binary_cross_entropy_with_logits,
         partial(torch.optim.Adagrad, lr=0.1),
         lambda: clicks.load_clicks(20_000, 100_000)[0],
+    ),
+    "gpt": Case(
+        64,
+        lambda: gpt.GPT(gpt.SIZES["small"]),
+        gpt.next_token_loss,
+        partial(torch.optim.AdamW, lr=1e-3),
+        lambda: gpt.load_windows(gpt.SIZES["small"].context)[0],
     ),
     "mlp": Case(512, _mlp, F.cross_entropy, _SGD, _noise),
 }
