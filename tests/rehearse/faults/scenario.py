@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from shoal.strategy.strategy import as_strategy
+
 Rule = Literal["equal", "mean", "log", "finite"]
 
 
@@ -294,7 +296,8 @@ def draw(seed: int) -> Scenario:
         model = "mlp"
     microbatches = 4 if is_exact else drawn.choice((1, 1, 2)) if model == "mlp" else 1
     if is_exact:
-        workers = drawn.choice((1, 2, 4) if kind.has_servers else (2, 3, 4))
+        any_number = as_strategy(kind.strategy).is_exact_at_any_number
+        workers = drawn.choice((2, 3, 4) if any_number else (1, 2, 4))
     optimizer = "sgd"
     if model == "mlp" and not kind.is_linear:
         optimizer = drawn.choice(("sgd", "momentum", "adamw"))
