@@ -20,7 +20,14 @@ from shoal.cluster.presets import load_cluster
 from shoal.observe.time_shares import time_shares
 from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, explain_racks, hierarchical
-from shoal.plan.simulator.messages import FlowNetwork, Longs, max_min_rates, simulate_collective
+from shoal.plan.simulator.messages import (
+    FlowNetwork,
+    Longs,
+    MessageNetwork,
+    Routes,
+    max_min_rates,
+    simulate_collective,
+)
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.strategies import StepRun, simulate_step, simulate_strategy
 from shoal.plan.sync_price import Agreeing
@@ -130,6 +137,20 @@ def test_simulation_equals_the_closed_form_without_contention(ranks: int, num_by
 def paths_of(*links: list[int]) -> Longs:
     width = max(1, *map(len, links))
     return np.array([[*path, *[-1] * (width - len(path))] for path in links], np.int64)
+
+
+def test_of_a_long_way_many_messages_are_under_way_at_once() -> None:
+    """Seven messages of 50 ms to one port: each holds it for 0.1 ms, and all travel together."""
+    link = LinkSpec("wan", bytes_per_s=12.5e6, alpha_s=0.05)
+    cluster = Cluster("wan", DEVICE, Node(1, nic=link), 8)
+    src, num_bytes = np.arange(1, 8), 12_500.0
+    network = MessageNetwork(Routes(cluster).capacities)
+    network.start(Routes(cluster).ways(src, 0 * src), np.full(7, num_bytes), src)
+    arrived = []
+    while (at_s := network.next_end_s()) < math.inf:
+        arrived += [(tag, at_s) for tag in network.advance(at_s)]
+    assert sorted(tag for tag, _ in arrived) == src.tolist()
+    assert [at_s for _, at_s in arrived] == pytest.approx([7 * 1e-4 + 0.0499 + 7 * 1e-3] * 7)
 
 
 def test_a_flow_without_links_is_not_limited() -> None:

@@ -154,10 +154,11 @@ def closed_form(table: MessageTable, chunk: float, routes: Routes) -> RoundTime:
 
     def timed(src: Longs, dst: Longs, sizes: Floats) -> RoundTime:
         ways = routes.ways(src, dst)
-        alphas_s = ways.alphas_s
-        at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
+        held_s = ways.at_ports_s
+        at_ports_s = max(np.bincount(src, held_s).max(), np.bincount(dst, held_s).max())
+        alphas_s = at_ports_s + (ways.alphas_s - held_s).max()
         moved = _carried(ways.paths, sizes, routes)
-        return float(at_ports + (moved / routes.links).max()), moved
+        return float(alphas_s + (moved / routes.links).max()), moved
 
     messages = np.bincount(table.round, minlength=table.num_rounds)
     # the rounds of one message, of which `naive` has a million over 1,024 ranks, together

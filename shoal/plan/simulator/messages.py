@@ -2,11 +2,13 @@
 
 A message first takes its alpha, then its bytes flow along the path of links. The alpha occupies
 the sender's port out and the receiver's port in, as in `schedules.collectives.cost`: k messages at
-one port begin to flow after k alphas. Bytes share every link of their way fairly.
+one port begin to flow after k alphas. What is above 0.1 ms of an alpha is distance, on which any
+number of messages are under way at once. Bytes share every link of their way fairly.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +26,7 @@ from shoal.schedules.collectives import Collective
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+_AT_PORT_S = 1e-4  # the most of an alpha that is work of the ends; the rest is distance
 _SAME = 1e-9  # shares and moments that differ by this much, relatively, are the same
 
 
@@ -183,6 +186,11 @@ class Ways(NamedTuple):
     port_loads: Floats
     alphas_s: Floats
 
+    @property
+    def at_ports_s(self) -> Floats:
+        """What of the alphas occupies ports."""
+        return np.minimum(self.alphas_s, _AT_PORT_S)
+
     def only(self, which: Any) -> Ways:
         return Ways(*(column[which] for column in self))
 
@@ -261,12 +269,22 @@ class Routes:
         return self._known[pair]
 
 
+class _Waiting(NamedTuple):
+    """A message whose alpha is not over."""
+
+    path: Longs
+    loads: Floats
+    num_bytes: float
+    distance_s: float
+
+
 class MessageNetwork:
-    """Messages in progress: first alphas at ports, then bytes on links."""
+    """Messages in progress: first alphas at ports and under way, then bytes on links."""
 
     def __init__(self, capacities: Floats):
         self._flows = FlowNetwork(capacities)
-        self._waiting: dict[int, tuple[Longs, Floats, float]] = {}  # by number: way, loads, bytes
+        self._waiting: dict[int, _Waiting] = {}  # by number
+        self._under_way: list[tuple[float, int]] = []  # a heap: when it is there, and its number
         self._number = 0
         self._owner: dict[int, int] = {}  # the caller's tag of a flow of bytes or alphas
 
@@ -277,27 +295,33 @@ class MessageNetwork:
 
     def start(self, ways: Ways, sizes: Floats, tags: Longs, repeats: Longs | None = None) -> None:
         """Messages that begin now; one that stands for many rounds takes `repeats` alphas."""
-        alphas_s = ways.alphas_s * (1 if repeats is None else repeats)
+        times = 1 if repeats is None else repeats
+        at_ports_s = ways.at_ports_s * times
+        distances_s = (ways.alphas_s - ways.at_ports_s) * times
         numbers = np.arange(self._number, self._number + len(tags))
         self._number += len(tags)
         self._owner.update(zip(numbers.tolist(), tags.tolist(), strict=True))
-        late = (alphas_s > 0) | (sizes <= 0)
-        waiting = zip(ways.paths[late], ways.loads[late], sizes[late].tolist(), strict=True)
+        late = (at_ports_s > 0) | (sizes <= 0)
+        columns = (ways.paths[late], ways.loads[late], sizes[late].tolist(), distances_s[late])
+        waiting = map(_Waiting, *columns)
         self._waiting.update(zip(numbers[late].tolist(), waiting, strict=True))
-        self._flows.start(ways.ports[late], alphas_s[late], numbers[late], ways.port_loads[late])
+        self._flows.start(ways.ports[late], at_ports_s[late], numbers[late], ways.port_loads[late])
         if not late.all():
             now = ways.only(~late)
             self._flows.start(now.paths, sizes[~late], numbers[~late], now.loads)
 
     def next_end_s(self) -> float:
-        return self._flows.next_end_s()
+        end_s = self._flows.next_end_s()
+        return min(end_s, self._under_way[0][0]) if self._under_way else end_s
 
     def advance(self, to_s: float) -> list[int]:
         """Let time pass up to the next end at most; the tags of messages that have arrived."""
-        ended = self._flows.advance(to_s).tolist()
-        begun = [n for n in ended if n in self._waiting and self._waiting[n][2] > 0]
+        ended = [n for n in self._flows.advance(to_s).tolist() if not self._leaves_port(n, to_s)]
+        while self._under_way and self._under_way[0][0] <= to_s:
+            ended.append(heapq.heappop(self._under_way)[1])
+        begun = [n for n in ended if n in self._waiting and self._waiting[n].num_bytes > 0]
         if begun:
-            paths, loads, sizes = zip(*(self._waiting[n] for n in begun), strict=True)
+            paths, loads, sizes, _ = zip(*(self._waiting[n] for n in begun), strict=True)
             self._flows.start(
                 stacked([path[None] for path in paths], -1),
                 np.array(sizes, np.float64),
@@ -308,6 +332,14 @@ class MessageNetwork:
         for number in ended:
             self._waiting.pop(number, None)
         return [self._owner.pop(number) for number in ended if number not in going_on]
+
+    def _leaves_port(self, number: int, at_s: float) -> bool:
+        """Whether a message whose flow has ended now has a distance before it."""
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.distance_s <= 0:
+            return False
+        heapq.heappush(self._under_way, (at_s + waiting.distance_s, number))
+        return True
 
 
 RoundTime = tuple[float, Floats]  # seconds, and the bytes that each link carries
