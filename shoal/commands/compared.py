@@ -84,12 +84,13 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
     last = ["against single"] if any(one.is_single for one in outcomes) else []
     rows = []
     for one in outcomes:
-        row = [one.strategy, _shown(one.loss, "{:.4f}".format)]
+        loss = "nan" if one.ran and one.loss is None and one.steps else None
+        row = [one.strategy, _shown(one.loss, "{:.4f}".format) or loss]
         if metric is not None:
             form = "{:.1%}" if metric == "accuracy" else "{:.4g}"
             row.append(_shown((one.evaluated or {}).get(metric), form.format))
         if until is not None:
-            row += [_shown(one.until_s, "{:.2f}".format), _shown(one.until_steps, "{:,}".format)]
+            row += [_shown(one.until_s, _seconds), _shown(one.until_steps, "{:,}".format)]
         row += [cell(one) for cell in late.values()]
         rows.append([*(cell or "–" for cell in row), *([_verdict(one)] if last else [])])
     table = plain_table("", [*heads, *late, *last], rows, left=1)
@@ -99,6 +100,10 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
 
 def _shown(value: float | None, show: Callable[[float], str]) -> str | None:
     return None if value is None else show(value)
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
 
 
 def _verdict(one: RunOutcome) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -40,12 +41,21 @@ def show(
 ) -> None:
     """Print the document as JSON, or else these tables and lines, which `wraps` breaks."""
     if as_json:
-        print(json.dumps(document))
+        print(json.dumps(_finite(document), allow_nan=False))
         return
     console = wide_console(width)
     for part in parts:
         shown = wrapped(part, console.width) if wraps and not isinstance(part, Table) else part
         console.print(shown, soft_wrap=not isinstance(part, Table), markup=False)
+
+
+def _finite(document: Any) -> Any:
+    """What JSON can say: it has no nan and no infinity."""
+    if isinstance(document, Mapping):
+        return {key: _finite(value) for key, value in document.items()}
+    if isinstance(document, (list, tuple)):
+        return [_finite(value) for value in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def wrapped(part: Text | str, width: int) -> Text:

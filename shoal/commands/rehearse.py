@@ -7,8 +7,11 @@ One process runs all workers and servers of a strategy, one at a time, in virtua
 from __future__ import annotations
 
 import contextlib
-import io
-from collections.abc import Sequence
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +52,10 @@ STRATEGIES = option(
     "-s",
     show_default="one for each way to wait",
 )
+
+
+_MOST_WORKERS = 4096
+_PROGRESS_S = 10.0  # between two lines
 
 
 @dataclass(frozen=True)
@@ -118,10 +125,16 @@ def rehearse(
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
     if any(as_strategy(name) == as_strategy("single") for name in strategy or ()):
         names = ["single", *names]  # on one worker, for the others to be compared with
+    if workers > _MOST_WORKERS:
+        raise BadInput(
+            f"a rehearsal computes the gradients of each worker, of {_MOST_WORKERS:,} at most; "
+            "shoal simulate says how long a step of more takes"
+        )
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)
     slow = disturbed.slow or ()
     slowness, losses = read_slow(slow, workers), disturbed.losses(workers)
+    losses.check(hosts=hardware.of_size(workers).nodes, workers=workers)
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
@@ -152,7 +165,7 @@ def rehearse(
     parts = _parts(stage, document, until, trace is not None and bool(stage.spans))
     show(document, parts, as_json, width=80, wraps=True)
     if not shown:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if all(one.refused for one in stage.outcomes) else 1)
 
 
 @dataclass
@@ -181,7 +194,7 @@ class _Stage:
                 say(f"rehearsing {name}")
                 self._rehearse(train, name, until)
 
-        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.suppress(SystemExit), _unheard():
             run_script(words, all_strategies)
 
     def _rehearse(self, train: Any, name: str, until: float | None) -> None:
@@ -209,6 +222,7 @@ class _Stage:
                 self.steps,
                 self.slow_servers,
                 losses=self.losses,
+                progress=_progress(name),
             )
             done = rehearse(train, spec)
         except BadInput as error:
@@ -221,7 +235,7 @@ class _Stage:
         found = outcome_from(run, done.reports, done.spans, single, losses, until)
         self.outcomes.append(replace(found, cpu_s_per_step=None))  # all are in one process
         self.spans = done.spans
-        busiest = max(done.link_bytes.items(), key=lambda one: one[1], default=None)
+        busiest = next(iter(done.link_bytes.items()), None)
         self.more[name] = {
             "virtual_s": done.seconds,
             "losses": done.reports[0]["losses"],
@@ -232,6 +246,32 @@ class _Stage:
         }
 
 
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """What the script prints, as often as there are workers, in whatever way, is not shown."""
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        os.dup2(nothing.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def _progress(name: str) -> Callable[[Any], None]:
+    """Says now and then how far worker 0 is; a rehearsal redirects stderr."""
+    last_s, stderr = time.monotonic(), sys.stderr
+
+    def progress(job: Any) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _PROGRESS_S:
+            last_s = time.monotonic()
+            print(f"shoal: {name}: worker 0 has done step {job.steps}", file=stderr, flush=True)
+
+    return progress
+
+
 def _parts(
     stage: _Stage, document: dict[str, Any], until: str | None, shows_spans: bool
 ) -> list[Part]:
@@ -240,11 +280,16 @@ def _parts(
         f"{document['script']} rehearsed on {counted(stage.workers, 'worker')} of "
         f"{stage.hardware.name}: seconds are virtual"
     )
+    nodes, needed = stage.hardware.nodes, stage.hardware.of_size(stage.workers).nodes
+    said = [f"the cluster has {counted(nodes, 'node')}; rehearsed as if it had {needed}"]
+    said = said if needed > nodes else []
     whys = [f"{one.strategy}: {why}" for one in outcomes if (why := one.refused or one.failed)]
-    said = []
     for one in outcomes:
         more = stage.more[one.strategy]
         if more:
+            bad = (step for step, loss in enumerate(more["losses"], 1) if not math.isfinite(loss))
+            if (step := next(bad, None)) is not None:
+                said.append(f"{one.strategy}: the loss of step {step} is not a finite number")
             link = more["busiest"]
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])

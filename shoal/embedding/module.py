@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from shoal.embedding.chunks import fit_chunks
@@ -161,6 +162,8 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
             raise BadInput(f"ids of {self.spec} must be int64 or int32, not {ids.dtype}")
+        if isinstance(ids, FakeTensor):  # a trace, which knows sizes alone
+            return torch.zeros(*ids.shape, self.dim).requires_grad_(torch.is_grad_enabled())
         unique, inverse = torch.unique(ids.long(), return_inverse=True)
         rows = self._pull(unique.cpu()).to(ids.device)
         if torch.is_grad_enabled():

@@ -158,7 +158,8 @@ class RunOutcome:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "against_single": self.against_single if self.ran else None}
+        is_compared = self.ran and self.single_steps is not None
+        return {**asdict(self), "against_single": self.against_single if is_compared else None}
 
 
 def outcome_of(

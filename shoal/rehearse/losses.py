@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime.files import read_bounded
 from shoal.runtime.wording import counted
 
+_AT_A_STEP = re.compile(r"(?:server:)?[0-9]{1,6}@[0-9]{1,12}")
 _AT_A_MOMENT = re.compile(r"(?:(server|host):)?([0-9]{1,6})@([^@]*[a-zµμ])")
 
 
@@ -38,6 +40,10 @@ class _Event(msgspec.Struct, forbid_unknown_fields=True):
     at: str
     who: str
     what: Literal["kill"] = "kill"
+
+
+class _Events(msgspec.Struct, forbid_unknown_fields=True):
+    event: list[_Event]
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,11 @@ class Losses:
         return bool(self.at_steps or self.at_moments or self.mtbf_s or self.restarts)
 
     def check(self, **counts: int) -> None:
-        """BadInput where one is named that is not there; so many workers, servers, hosts."""
+        """BadInput where one is named that is not there, of so many workers, servers or hosts."""
         for _, role, number in self.at_moments:
-            if number >= counts[f"{role}s"]:
+            if number >= counts.get(f"{role}s", math.inf):
                 there = counted(counts[f"{role}s"], role)
-                raise BadInput(f"there is no {role} {number} to be lost: there are {there}")
+                raise BadInput(f"there is no {role} {number} to be lost: the run has {there}")
 
     def begin(self, time: VirtualTime, lose: Callable[[Loss], None], hosts: int, seed: int) -> None:
         """From now on call `lose` at the moments of losses."""
@@ -85,6 +91,12 @@ def read_losses(
     """From the options of a command."""
     moments = [text for text in kill if _AT_A_MOMENT.fullmatch(text)]
     at_steps = tuple(text for text in kill if text not in moments)
+    for text in at_steps:
+        if not _AT_A_STEP.fullmatch(text):
+            raise BadInput(
+                "--kill takes 2@50 or server:1@50, at a step, and 2@90s, server:1@90s or "
+                f"host:0@5min, not {text[:40]!r}"
+            )
     mtbf_s = None if mtbf is None else parse_seconds(mtbf)
     if mtbf_s == 0:
         raise BadInput("--mtbf takes the mean time between failures, such as 8h, not 0")
@@ -94,11 +106,14 @@ def read_losses(
 
 def _events_of(file: Path) -> list[Loss]:
     try:
-        tables = tables_of(read_bounded(file, 1 << 20).decode(errors="replace"), "it")
-        found = msgspec.convert(tables, dict[Literal["event"], list[_Event]])
-        return [_loss_of(f"{event.who}@{event.at}") for event in found.get("event", [])]
+        tables = tables_of(read_bounded(file, 1 << 20).decode(), "it")
+        found = msgspec.convert(tables, _Events).event
+        return [_loss_of(f"{event.who}@{event.at}") for event in found]
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{file}: byte {error.start} is not UTF-8") from error
     except (msgspec.ValidationError, BadInput) as error:
-        raise BadInput(f"{file}: {error}") from error
+        form = 'it takes tables [[event]] with at = "90s", who = "host:0" and what = "kill"'
+        raise BadInput(f"{file}: {form}: {error}") from error
 
 
 def _loss_of(text: str) -> Loss:

@@ -61,10 +61,13 @@ class VirtualNetwork:
 
     @property
     def link_bytes(self) -> dict[str, float]:
+        """Of each link that is used; the one that needs the most time for them first."""
         carried = self._messages.carried_bytes[: self._routes.links.size]
+        busiest_first = np.argsort(-carried / self._routes.links, kind="stable")
         return {
             self._routes.name(link): float(carried[link])
-            for link in np.flatnonzero(carried).tolist()
+            for link in busiest_first.tolist()
+            if carried[link]
         }
 
     def send(self, messages: Phase, arrived: Callable[[], None]) -> None:

@@ -74,6 +74,7 @@ class RehearsalSpec:
     steps: int | None = None
     slow_servers: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     losses: Losses = field(default_factory=Losses)
+    progress: Callable[[Job], None] | None = None  # called after the steps of worker 0
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,8 @@ class _Rehearsal:
         job.on_build.append(pace.watch)
         if not spec.losses:
             job.on_build.append(partial(self._shared.join, rank))
+        if rank == 0 and (progress := spec.progress) is not None:
+            job.on_step.append(lambda step, loss: progress(job))
         record = StepRecord(job)
         if spec.steps is not None:
             job.stop_after(spec.steps)

@@ -86,13 +86,71 @@ def test_ctrl_c_ends_a_rehearsal() -> None:
     assert process.returncode == 130 and "interrupted" in rest
 
 
+DIVERGES = """
+import os
+from functools import partial
+import torch, shoal
+
+def train(job):
+    os.write(1, b"written")
+    print("printed")
+    x = torch.randn(64, 4)
+    step = job.step(
+        torch.nn.Linear(4, 4), torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=1e30)
+    )
+    for batch in job.batches([(x, x)] * 6):
+        step(batch)
+
+if __name__ == "__main__":
+    os.write(1, b"written")
+    shoal.run(train)
+"""
+
+
+def test_a_loss_that_is_nan_is_told_and_json_stays_one_document(tmp_path: Path) -> None:
+    (tmp_path / "diverges.py").write_text(DIVERGES)
+    asked = ("rehearse", str(tmp_path / "diverges.py"), "-n", "40", "--cluster", "dgx-a100")
+    command = [sys.executable, "-m", "shoal", *asked, "-s", "ddp"]
+    answer = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    (run,) = json.loads(answer.stdout)["runs"]
+    assert run["losses"][-1] is None and run["losses"][0] > 0
+    shown = " ".join(shoal(*asked, "-s", "ddp").stdout.split())
+    assert "is not a finite number" in shown and "ddp nan" in shown and "printed" not in shown
+
+
+def test_rows_of_embeddings_are_rehearsed() -> None:
+    asked = ("clicks", "-n", "2", "--cluster", "laptop", "--steps", "4", "-s", "ps(servers=2)")
+    answer = shoal("rehearse", *asked, "--json")
+    assert answer.exit_code == 0, answer.stderr
+    assert json.loads(answer.stdout)["runs"][0]["steps"] == 4
+
+
+def test_events_of_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
+    for content, why in (
+        (b"[[events]]\nat = '1s'\nwho = '1'\n", "it takes tables [[event]]"),
+        (b"\xff", "byte 0 is not UTF-8"),
+    ):
+        (tmp_path / "events.toml").write_bytes(content)
+        answer = shoal("rehearse", *SHORT, "--events", str(tmp_path / "events.toml"))
+        assert answer.exit_code == 2 and why in " ".join(answer.stderr.split())
+
+
+def test_a_cluster_grows_with_the_workers_and_this_is_told() -> None:
+    answer = shoal("rehearse", *SHORT, "-n", "10", "-s", "ddp")
+    assert answer.exit_code == 0
+    assert "the cluster has 1 node; rehearsed as if it had 2" in answer.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--jitter", "2"), "share of a step's computing"),
         (("--slow", "7:2x"), "there is no worker 7"),
         (("--kill", "7@2"), "there is no worker 7"),
+        (("--kill", "host:1@2"), "host:0@5min, not 'host:1@2'"),
+        (("--kill", "host:7@2s"), "there is no host 7 to be lost: the run has 1 host"),
         (("--mtbf", "soon"), "is not a time"),
+        (("-n", "100000"), "shoal simulate"),
         (("--cluster", "no-such"), "no-such"),
         (("--cluster", "no/such.toml"), "no/such.toml"),
         (("-n", "0"), "Invalid value for '--workers'"),

@@ -16,7 +16,7 @@ COMMAND = "python -m tests.rehearse.faults --seed"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rehearse.faults")
-    parser.add_argument("--seeds", metavar="A:B", default="0:1000")
+    parser.add_argument("--seeds", metavar="A:B", type=seed_range, default="0:1000")
     parser.add_argument("--seed", type=int, help="one seed, with what it draws")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, help="begin no seed after so long")
@@ -24,8 +24,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.seed is not None:
         return show_one(asked.seed, asked.planted)
-    first, _, last = asked.seeds.partition(":")
-    seeds = range(int(first), int(last))
+    seeds = asked.seeds
     summary = Summary()
     began_s = time.monotonic()
     for count, result in enumerate(run_all(seeds, asked.processes, asked.planted), 1):
@@ -39,6 +38,14 @@ def main() -> int:
             break
     print(summary.shown())
     return 1 if summary.failed else 0
+
+
+def seed_range(text: str) -> range:
+    first, _, last = text.partition(":")
+    seeds = range(int(first), int(last))
+    if not seeds:
+        raise ValueError("no seed")
+    return seeds
 
 
 def show_one(seed: int, planted: str | None) -> int:
