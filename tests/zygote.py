@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from shoal.cli import COMMANDS, build_app
 from shoal.launch.here.python_fork import be_python
+from tests.failpoints import arm_program
 
 REQUEST_BYTES = 1 << 20
 _PRELOADED = (
@@ -130,6 +131,7 @@ def become(request: Request) -> NoReturn:
             sys.modules["torch"].set_num_threads(len(os.sched_getaffinity(0)))  # type: ignore[attr-defined]
         paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[1:1] = [path for path in paths if path and path not in sys.path[1:]]
+        arm_program(request.args)
 
     be_python(request.args, request.env, request.streams, request.keep, before)
 

@@ -16,7 +16,6 @@ from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store_file import StoreFile
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.failpoints import arm
 from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.run_dir import RunDir
@@ -28,7 +27,6 @@ def main() -> int:
         die_with_launcher(config.launcher_pid)
         stop = {signal.SIGTERM, signal.SIGINT}
         signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-        arm(config.failpoints, config.run_dir)
         service = _open(config)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)

@@ -21,7 +21,6 @@ from shoal.coordinator.store import Store
 from shoal.errors import BadInput
 from shoal.runtime.checkpoint_folders import sync_path
 from shoal.runtime.decoders import decode_msgpack
-from shoal.runtime.failpoints import failpoint
 from shoal.runtime.files import locked, read_bounded
 
 _MAX_BYTES = 64 << 20
@@ -56,15 +55,13 @@ class StoreFile:
         """Returns when it is on the disk; an OSError: it is not there."""
         packed = msgspec.msgpack.encode(store)
         unfinished = self._path.with_suffix(".part")
-        failpoint("store.begin")
         try:
-            _write_whole(unfinished, _header(packed) + packed)
+            _write_durably(unfinished, _header(packed) + packed)
             os.rename(unfinished, self._path)
         except OSError:
             with suppress(OSError):
                 unfinished.unlink()
             raise
-        failpoint("store.rename")
         try:
             sync_path(self._path.parent)
         except OSError as error:
@@ -86,13 +83,8 @@ def _read(path: Path) -> Store:
         raise BadInput(f"the coordinator's store {path} is damaged: {error}") from error
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _write_durably(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
-        file.write(data[: len(data) // 2])
+        file.write(data)
         file.flush()
-        failpoint("store.partial")
-        file.write(data[len(data) // 2 :])
-        file.flush()
-        failpoint("store.temporary")
         os.fsync(file.fileno())
-    failpoint("store.fsync")

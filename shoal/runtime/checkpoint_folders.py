@@ -37,7 +37,6 @@ from typing import NamedTuple
 
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.background_writer import BackgroundWriter
-from shoal.runtime.failpoints import failpoint
 from shoal.runtime.files import open_file
 from shoal.runtime.wording import counted
 
@@ -286,18 +285,14 @@ class ServerVersion(NamedTuple):
         one that completes the version removes an old one. Later versions stay: others may be
         writing them.
         """
-        failpoint("snapshot.begin")
         make_folder(self.path)
         workplace = self.path / f"writing-{name}-{secrets.token_hex(6)}"
         workplace.mkdir()  # libraries make temporary files beside theirs
         try:
             temporary = workplace / name
             write(temporary)
-            failpoint("snapshot.temporary")
             sync_path(temporary)
-            failpoint("snapshot.fsync")
             os.rename(temporary, self.path / name)
-            failpoint("snapshot.rename")
             sync_path(self.path)
         finally:
             shutil.rmtree(workplace, ignore_errors=True)

@@ -220,7 +220,6 @@ class RunConfig:
     coordinator_beyond: str | None = variable("SHOAL_COORDINATOR_BEYOND", TEXT)  # for other hosts
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
     lease_s: float | None = variable("SHOAL_LEASE", LEASE)  # of replicated servers
-    failpoints: tuple[str, ...] = variable("SHOAL_FAILPOINTS", WORDS, ())  # of tests
 
     wait: WaitConfig = field(default_factory=WaitConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)

@@ -89,7 +89,6 @@ class RunDir:
 
     secret = _File("secret")
     all_joined = _File("all-joined")
-    armed = _File("armed")  # failpoints of tests that come later count from here on
     begun = _File("begun")  # a run of `shoal compare`
     preempted = _File("preempted")
     ending = _File("ending")

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.failpoints import arm
 from shoal.runtime.faults import read_slow
 from shoal.runtime.files import write_atomically
 from shoal.runtime.memory_limit import keep_freed_memory
@@ -42,7 +41,6 @@ _STOP = {signal.SIGTERM, signal.SIGINT}
 def main() -> int:
     try:
         config = RunConfig.from_environment()
-        arm(config.failpoints, config.run_dir)
         die_with_launcher(config.launcher_pid)
         die_with_parent(config.server.parent_pid)
         _load()

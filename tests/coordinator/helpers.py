@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 from shoal.coordinator import Answer, Conflict, Coordinator, Request
 from shoal.coordinator.client import RemoteCoordinator, open_coordinator, open_etcd
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store_file import StoreFile
+from shoal.launch.here import coordinator
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
 from shoal.launch.here.process_config import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import new_secret
+from tests.failpoints import VARIABLE
 from tests.folders import socket_folder
 
 SECRET = new_secret()
 PATIENCE_S = 60.0
+_ARMED = (sys.executable, "-m", "tests.failpoints", "shoal.coordinator.main")
 Connect = Callable[[], Coordinator]
 
 
@@ -85,17 +90,17 @@ class Embedded:
 
 
 @contextmanager
-def embedded(*failpoints: str) -> Iterator[Embedded]:
-    """The launcher's; its first process has these failpoints."""
+def embedded(failpoint: str = "") -> Iterator[Embedded]:
+    """The launcher's; its first process has this failpoint."""
     said = Said()
-    with run_dir() as folder:
-        config = replace(RunConfig.from_environment({**os.environ}), failpoints=failpoints)
-        with coordinated(Replication(2), config, folder, said) as process:
-            process.watch(lambda listing: None)
-            with open_coordinator(
-                replace(process.config, run_dir=folder), "a test", 20.0
-            ) as client:
-                yield Embedded(folder, process, client, said)
+    with run_dir() as folder, ExitStack() as stack:
+        config = RunConfig.from_environment({**os.environ, VARIABLE: failpoint})
+        with patch.object(coordinator, "COORDINATOR_COMMAND", _ARMED):
+            process = stack.enter_context(coordinated(Replication(2), config, folder, said))
+        process.watch(lambda listing: None)
+        reached = replace(process.config, run_dir=folder)
+        client = stack.enter_context(open_coordinator(reached, "a test", 20.0))
+        yield Embedded(folder, process, client, said)
 
 
 def until(holds: Callable[[], bool], what: str, patience_s: float | None = None) -> None:

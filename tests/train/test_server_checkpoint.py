@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.runtime.checkpoint_folders import complete_versions
-from shoal.runtime.failpoints import armed
 from shoal.server.process.shard_file import read_shard, read_tensors_of, write_tensors
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.servers import read_servers
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.failpoints import VARIABLE, doing
 from tests.forked import run
 from tests.jobs import after_training
 from tests.models import convnet, samples
@@ -180,7 +179,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_training_going(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     save(every=5, resume=True)
-    with patch.dict(armed, {"snapshot.temporary": fail}):
+    with doing(fail, "snapshot.temporary"):
         train(world, RANK0, 12)
     assert capfd.readouterr().err.count("a server cannot write its checkpoint") == 1
     assert [version.number for version in complete_versions(tmp_path)] == [5]
@@ -314,10 +313,11 @@ def test_a_run_whose_servers_were_lost_continues(
     assert go(first).returncode == 0
     expected = logged()
     if killed != "worker":
-        monkeypatch.setenv("SHOAL_FAILPOINTS", f"snapshot.{killed}:kill@3")
+        monkeypatch.setenv(VARIABLE, f"snapshot.{killed}:kill@3")
+        monkeypatch.setenv("SHOAL_START_METHOD", "spawn")  # by the fork that is armed
     assert go(first, *saving, *(["--kill", "1@45"] if killed == "worker" else [])).returncode != 0
     assert complete_versions(tmp_path / "saved")
-    monkeypatch.delenv("SHOAL_FAILPOINTS", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     resumed = go(second, *saving, "--resume")
     assert resumed.returncode == 0 and b"resuming from" in resumed.stderr
     assert logged() == expected

@@ -154,7 +154,7 @@ class RunCoordinator:
                 self._say(
                     f"the coordinator {ended}: started again ({starts + 1} of {MAX_RESTARTS})"
                 )
-                self._process = self._start(replace(self._process_config, failpoints=()))
+                self._process = self._start(self._process_config)
 
 
 @contextmanager

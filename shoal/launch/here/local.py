@@ -294,8 +294,7 @@ class LocalServers(Processes):
     def _start_server(self, index: int, again: bool = False) -> output.LineForwarder:
         """`again`: in the place of one that was lost."""
         spec, run_dir = self._run.spec, self._run.run_dir
-        config = replace(spec.config, failpoints=()) if again else spec.config
-        environ = self._run.server_config(config, index).to_environment()
+        environ = self._run.server_config(spec.config, index).to_environment()
         pipes = self.start(spec.server_command, environ, rank=index if again else None)
         write_atomically(run_dir.server_pid(index), str(self.pid_of(index)))
         self._policy.started(index, self.pid_of(index))

@@ -226,11 +226,8 @@ class RemoteServers(RemoteProcesses):
 
     def _task(self, index: int, machine: Machine) -> messages.ServerTask:
         run, spec = self._run, self._run.spec
-        config = self._with_coordinator(spec.config)
-        if index in self._addresses:  # another one takes its place
-            config = replace(config, failpoints=())
         server = max(0, index)
-        config = run.server_config(config, server)
+        config = run.server_config(self._with_coordinator(spec.config), server)
         return messages.ServerTask(
             role="coordinator" if index == COORDINATOR else "server",
             folder=str(Path.cwd()),

@@ -25,7 +25,6 @@ from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
 from shoal.runtime import clock
-from shoal.runtime.failpoints import failpoint
 from shoal.server.chain import Entry, messages, take
 from shoal.server.chain.manager import ChainManager, ReadLease
 from shoal.server.chain.node import ChainNode
@@ -54,7 +53,6 @@ def snapshot_sender(
     host: ModelHost, incarnation: int, position: int
 ) -> Callable[[Connection, Header], None]:
     """Copy the state now; the function that is returned sends it."""
-    failpoint("snapshot.begin")
     found = [image_of(number, model) for number, model in sorted(host.models.items())]
     meta = encode(Snapshot(incarnation, position, tuple(image for image, _ in found)))
     views = [bytes_of(tensor) for _, tensors in found for tensor in tensors]
@@ -161,7 +159,7 @@ class ChainCore:
         self.is_closed = False
         self._on_reset = on_reset
         self._unapplied: deque[Entry] = deque()  # taken under `applying`
-        self._uncommitted: deque[tuple[int, operations.Operation]] = deque()  # that are applied
+        self._uncommitted: deque[int] = deque()  # positions that are applied
         self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
         self._new_node(time.time_ns())
 
@@ -221,10 +219,8 @@ class ChainCore:
     def _note_news(self) -> None:
         """Clients hear of what is committed, other shards of decisions that all members have."""
         committed = self.node.committed
-        while self._uncommitted and self._uncommitted[0][0] <= committed:
-            position, operation = self._uncommitted.popleft()
-            pass_push("push.replicated", operation)
-            self.waiters.wake(position)
+        while self._uncommitted and self._uncommitted[0] <= committed:
+            self.waiters.wake(self._uncommitted.popleft())
         while self._unshared and self._unshared[0][0] <= committed:
             _, model, position = self._unshared.popleft()
             with model.lock:
@@ -251,8 +247,6 @@ class ChainCore:
                 self.links[effect.to].reconnect()
         else:
             assert isinstance(effect, messages.Refetch | messages.ChangeConfig)
-            if isinstance(effect, messages.ChangeConfig):
-                failpoint("splice")
             self.manager.look()
             self.poke()
 
@@ -265,15 +259,13 @@ class ChainCore:
                 self._apply(entry.position, entry.op)
 
     def _apply(self, position: int, proposed: operations.Proposed) -> None:
-        operation = proposed.operation
         outcome = self._outcome_of(proposed)
         with self.changed:
             self.applied = position
-            self._uncommitted.append((position, operation))
-            model = self.host.models.get(operation.model)
+            self._uncommitted.append(position)
+            model = self.host.models.get(proposed.operation.model)
             if model is not None and model.log.shared not in (None, model.log.position):
                 self._unshared.append((position, model, model.log.position))
-            pass_push("push.applied", operation)
             self.waiters.applied(position, outcome)
             self._note_news()
         self.on_applied()
@@ -317,14 +309,11 @@ class ChainCore:
             self.deliver(sender, message)
             return
         assert isinstance(message, messages.Append | messages.Teach)
-        pass_push("push.received", operation)
         if not self._expects(sender, message):
             connection.skip(header.payload_bytes)
             self.deliver(sender, operations.with_op(message, None))
             return
-        pass_push("push.deduplicated", operation)
         payload = operations.read_payload(self.host, operation, connection, header.payload_bytes)
-        pass_push("push.validated", operation)
         self.deliver(sender, operations.with_op(message, operations.Proposed(operation, payload)))
 
     def _expects(self, sender: int, message: messages.Append | messages.Teach) -> bool:
@@ -341,22 +330,17 @@ class ChainCore:
             with self.settled():
                 self.run(self.node.receive(sender, message))
             return
-        operation = None
         with self.changed:
             node = self.node
             if isinstance(message, messages.Append | messages.Teach):
-                operation = message.op and message.op.operation
                 is_new = message.epoch == node.epoch and message.position > node.position
-                if operation is None and is_new:  # its payload was skipped: let it be sent again
+                if message.op is None and is_new:  # its payload was skipped: let it be sent again
                     self.run(node.link_up(sender))
                     return
-            effects = node.receive(sender, message)
-            pass_push("push.logged", operation)
-            self.run(effects)
+            self.run(node.receive(sender, message))
             logged = node.position
         if not isinstance(message, messages.Acked):
             self.apply_upto(logged)
-            pass_push("push.acknowledged", operation)
 
     # ------------------------------------------------------------------ a learner
 
@@ -366,8 +350,6 @@ class ChainCore:
         """At a learner; a snapshot for an earlier life, or from a former tail, has no effect."""
         limits = (header.payload_bytes, self.host.max_bytes)
         snapshot, tensors = read_snapshot(meta, connection, *limits)
-        failpoint("snapshot.temporary")
-        failpoint("snapshot.fsync")
         with self.settled():
             node = self.node
             is_wanted = node.incarnation == snapshot.incarnation and node.takes_snapshot
@@ -375,10 +357,3 @@ class ChainCore:
                 install_images(self.host, snapshot, tensors)
                 self.applied = snapshot.position
                 self.run(node.install(snapshot.position))
-            failpoint("snapshot.rename")
-
-
-def pass_push(name: str, operation: operations.Operation | None) -> None:
-    """A failpoint of pushes."""
-    if isinstance(operation, operations.Pushed):
-        failpoint(name)

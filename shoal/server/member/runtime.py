@@ -19,7 +19,7 @@ from shoal.runtime import clock
 from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode, Fenced
-from shoal.server.member.core import ChainCore, Outcome, Waiter, pass_push
+from shoal.server.member.core import ChainCore, Outcome, Waiter
 from shoal.server.member.operations import EARLY, EMPTY, OnCommitted, Operation, Payload, Proposed
 from shoal.server.member.place import ChainPlace
 from shoal.server.model.membership import ModelFailure
@@ -92,7 +92,6 @@ class ChainRuntime(ChainCore):
         is_early = self.is_eventual and isinstance(proposed.operation, EARLY)
         waiter = Waiter(node, position, is_early, None if is_early else on_committed)
         self.waiters[position] = waiter
-        pass_push("push.logged", proposed.operation)
         self.run(effects)
         return waiter
 

@@ -33,7 +33,6 @@ from shoal.protocol import FrameKind, Header
 from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.decoders import msgpack_decoder
-from shoal.runtime.failpoints import failpoint
 from shoal.runtime.waits import Periodic
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
@@ -162,7 +161,6 @@ class Keeper:
         )
 
     def _swap(self, request: Swap) -> None:
-        failpoint("election.before")
         value = msgspec.msgpack.encode(request.config)
         try:
             stored = self._coordinator.put_if(self._chain_key, value, request.version)
@@ -170,7 +168,6 @@ class Keeper:
             with self._runtime.changed:
                 self._runtime.manager.look()
             return
-        failpoint("election.after")
         self._runtime.reconfigure(lambda manager: manager.know(request.config, stored.version))
 
 

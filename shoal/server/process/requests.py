@@ -10,7 +10,6 @@ import torch
 
 from shoal.protocol import FrameKind, Header, Refused, encode, generation_of
 from shoal.protocol.connection import Closed
-from shoal.runtime.failpoints import failpoint
 from shoal.server import messages
 from shoal.server.member import operations
 from shoal.server.model.compression import PushCompression
@@ -180,13 +179,11 @@ def _is_expected(peer: Peer, header: Header) -> bool:
 @handles(FrameKind.COMMIT, "push", messages.Commit, has_payload=True)
 def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
     """The push is complete; its loss and flags are the payload."""
-    failpoint("push.received")
     peer.model.membership.check()
     pushes = peer.member.pushes
     flag_bytes = pushes.loss_flags.nbytes
     if header.payload_bytes != flag_bytes:
         raise Refused(f"expected {flag_bytes} bytes of loss and flags, got {header.payload_bytes}")
-    failpoint("push.validated")
     catch_up(peer, header.sequence)
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(flag_bytes)
@@ -199,7 +196,6 @@ def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
         peer.connection.read_into(bytes_of(pushes.arriving.loss_flags))
         if peer.member.out is not None:
             pushes.arriving.gradients.copy_(peer.member.out)
-    failpoint("push.deduplicated")
     rows = pushes.take_rows()
     batches = tuple(messages.RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
@@ -223,7 +219,6 @@ def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
         peer.reply_committed(encode(ack))
     elif sent[0].nbytes:
         peer.connection.send_rest(sent[0])
-    failpoint("push.acknowledged")
 
 
 def _is_open(ack: messages.Ack, peer: Peer) -> bool:

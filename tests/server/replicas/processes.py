@@ -21,6 +21,7 @@ from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from tests import forked
 from tests.coordinator.helpers import until
+from tests.failpoints import VARIABLE
 from tests.server.helpers import SECRET, client_at
 from tests.server.replicas.world import push_one_hot
 
@@ -70,7 +71,7 @@ class Processes:
 
     def start(self, name: Name, failpoint: str | None = None) -> None:
         """A server, or the coordinator; also in the place of one that was killed."""
-        config = replace(self.config, failpoints=() if failpoint is None else (failpoint,))
+        config = self.config.with_environ(**{VARIABLE: failpoint or ""})
         if name == COORDINATOR:
             self._start(name, config, "shoal.coordinator.main")
             return

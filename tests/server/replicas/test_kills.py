@@ -174,7 +174,7 @@ class Run:
         *before, last = case.lost
         for replica in before:
             made.kill(replica)
-        made.run_dir.armed.touch()
+        (made.run_dir.path / "armed").touch()
         made.kill(last)
         if case.returns is not None:
             until(lambda: 0 < len(made.members()) < made.replicas, "it is removed")

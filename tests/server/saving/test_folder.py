@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from shoal.runtime.checkpoint_folders import (
     version_of,
     versions_in,
 )
-from shoal.runtime.failpoints import arm, armed
 from shoal.server.process.shard_file import PartWriter, read_tensors_of, write_tensors
+from tests.failpoints import arm, doing
 
 NAMES = (shard_name(0, 2), shard_name(1, 2), WORKER_FILE)
 
@@ -45,7 +44,7 @@ def test_a_kill_at_any_point_leaves_the_checkpoint_before(
 ) -> None:
     pid = os.fork()
     if pid == 0:
-        arm([f"snapshot.{point}:kill@{passage}"])
+        arm(f"snapshot.{point}:kill@{passage}")
         save(tmp_path, 100)
         save(tmp_path, 200)
         os._exit(0)
@@ -93,7 +92,7 @@ def test_a_failing_disk_is_one_line_in_the_words_of_the_system(
         raise error
 
     save(tmp_path, 100)
-    with patch.dict(armed, {"snapshot.temporary": fail}):
+    with doing(fail, "snapshot.temporary"):
         for number in (200, 300):
             writer.start(lambda number=number: save(tmp_path, number) and None)
             writer.close()
