@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig, variable_name
@@ -29,6 +29,7 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 
 if TYPE_CHECKING:
+    from shoal.comm.executors.hierarchical.executor import Hierarchical
     from shoal.transport.tcp.transport import TcpEngine
 
 
@@ -96,7 +97,7 @@ def share_on_hosts(
     segment = join(
         exchange_on_host, topology.index, num_local, timeout_s, run_dir=run_dir, explains=explains
     )
-    answers = exchange(b"no" if segment is None else b"yes")
+    answers = exchange(b"no" if segment is None else b"yes") if len(topology.hosts) > 1 else ()
     if segment is None:
         return None
     local = SharedMemory(segment, num_local * torch.get_num_threads() >= cores())
@@ -104,6 +105,34 @@ def share_on_hosts(
         local.close()
         return None
     return local
+
+
+def join_hosts(
+    topology: Topology, local: SharedMemory, exchange: Exchange, timeout_s: float,
+    network: HostNetwork, check: Callable[[], None] = lambda: None,
+    tell: Callable[[TcpEngine | None], None] = lambda engine: None,
+) -> SharedMemory | Hierarchical:  # fmt: skip
+    """TCP between hosts, where there are several; all ranks call it.
+
+    `check` as in `open_engine`. `tell` gets the engine, and None before it is closed on an error.
+    """
+    if len(topology.hosts) == 1:
+        return local
+
+    from shoal.comm.executors.hierarchical.executor import Hierarchical
+    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
+
+    executor: SharedMemory | Hierarchical = local
+    try:
+        engine = open_engine(topology, exchange, timeout_s, network, check)
+        executor = Hierarchical(topology, local, TcpLinks(engine, topology, timeout_s), timeout_s)
+        tell(engine)
+        check()  # what was lost before the engine was known
+    except BaseException:
+        tell(None)
+        executor.close()
+        raise
+    return executor
 
 
 def open_engine(
@@ -145,6 +174,12 @@ def _address_towards(host: str) -> str:
             f"this host does not reach MASTER_ADDR {host} ({error.strerror}): SHOAL_HOST can name "
             "the address at which others reach this one"
         ) from error
+
+
+def hosts_of(network: HostNetwork, exchange: Exchange, rank: int) -> Topology:
+    """Which ranks share a host, and hosts in the order of the ring; all ranks call it."""
+    topology = Topology.of(exchange(host_id(network.config.host_id)), rank)
+    return topology if len(topology.hosts) == 1 else in_ring_order(topology, network, exchange)
 
 
 def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) -> Topology:

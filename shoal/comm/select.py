@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm import network as networks
 from shoal.comm.executor import Executor
-from shoal.comm.executors.hierarchical.topology import Topology, host_id
+from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
@@ -198,8 +198,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
         return TorchTransport(world), tuple(range(spec.size))
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
-    hosts = Topology.of(exchange(host_id(spec.config.host_id)), spec.rank)
-    placed = networks.in_ring_order(hosts, spec.network, exchange)
+    placed = networks.hosts_of(spec.network, exchange, spec.rank)
     order = tuple(rank for ranks in placed.hosts for rank in ranks)
     if set(exchange(str(is_built()).encode())) != {b"True"}:
         spec.network.check_gloo(spec.rank)
@@ -239,27 +238,14 @@ def share_memory(
     """
     network = network or networks.HostNetwork()
     exchange = exchange_over(store, rank, size)
-    topology = Topology.of(exchange(host_id(network.config.host_id)), rank)
-    if len(topology.hosts) > 1:
-        topology = networks.in_ring_order(topology, network, exchange)
+    topology = networks.hosts_of(network, exchange, rank)
     local = networks.share_on_hosts(topology, exchange, timeout_s, network.config.run_dir)
     if local is None:
         if len(topology.hosts) > 1:
             network.check_gloo(rank)
         _warn_once(rank)
         return None
-    if len(topology.hosts) == 1:
-        return local
-    try:
-        engine = networks.open_engine(topology, exchange, timeout_s, network)
-    except BaseException:
-        local.close()
-        raise
-
-    from shoal.comm.executors.hierarchical.executor import Hierarchical
-    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
-
-    return Hierarchical(topology, local, TcpLinks(engine, topology, timeout_s), timeout_s)
+    return networks.join_hosts(topology, local, exchange, timeout_s, network)
 
 
 def _warn_once(rank: int) -> None:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from shoal.comm.executor import Executor
-from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
+from shoal.comm.network import HostNetwork, hosts_of, join_hosts, share_on_hosts
 from shoal.errors import PeerLost, ShoalError
-from shoal.runtime.memory_limit import cores
 from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import NOT_BUILT, is_built, join
+from shoal.transport.shm.segment import NOT_BUILT, is_built
 
 if TYPE_CHECKING:
     from shoal.comm.members.board import GroupMember
     from shoal.comm.members.membership import Generation, GroupMembership
-    from shoal.comm.network import HostNetwork
     from shoal.transport.tcp.transport import TcpEngine
 
 
@@ -61,7 +59,7 @@ class ElasticGroup(Group):
 
         Members that wait for this one get a PeerLost, and come as well.
         """
-        self._connected(None, ())
+        self._connected((), None)
         self.executor.close()
         executor = self.wrap(self.membership.regroup(admits, can_send, self._form))
         self.bind(executor)
@@ -71,7 +69,7 @@ class ElasticGroup(Group):
             copy.bind(split)
 
     def close(self) -> None:
-        self._connected(None, ())
+        self._connected((), None)
         super().close()
         self.membership.board.close()
 
@@ -80,50 +78,23 @@ class ElasticGroup(Group):
         size = len(members)
         if size == 1:
             return Solo()
-        rank = members.index(self.membership.me)
-        if self._hosts is not None:
-            return self._form_over_hosts(self._hosts, exchange, rank, members)
-        segment = join(exchange, rank, size, self._timeout_of_operations_s, explains=False)
-        if segment is None:
-            raise self._not_shared(members)
-        return SharedMemory(segment, size * torch.get_num_threads() >= cores())
-
-    def _form_over_hosts(
-        self, hosts: HostNetwork, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
-    ) -> Executor:
-        """Memory inside hosts, TCP between. Every wait ends when the board tells of a loss."""
-        from shoal.comm.executors.hierarchical.topology import Topology, host_id
-        from shoal.comm.network import in_ring_order, open_engine, share_on_hosts
-
-        topology = Topology.of(exchange(host_id(hosts.config.host_id)), rank)
-        topology = in_ring_order(topology, hosts, exchange)
+        rank, hosts = members.index(self.membership.me), self._hosts
+        topology = Topology((tuple(range(size)),), rank)
+        if hosts is not None:
+            topology = hosts_of(hosts, exchange, rank)
         limit_s = self._timeout_of_operations_s
         local = share_on_hosts(topology, exchange, limit_s, explains=False)
         if local is None:
             raise self._not_shared(members)
-        if len(topology.hosts) == 1:
+        if hosts is None:
             return local
+        # every wait ends when the board tells of a loss
+        ends = self.membership.check_forming, partial(self._connected, members)
+        return join_hosts(topology, local, exchange, limit_s, hosts, *ends)
 
-        from shoal.comm.executors.hierarchical.executor import Hierarchical
-        from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
-
-        check = self.membership.check_forming
-        executor: Executor = local
-        try:
-            engine = open_engine(topology, exchange, limit_s, hosts, check)
-            links = TcpLinks(engine, topology, limit_s)
-            executor = Hierarchical(topology, local, links, limit_s)
-            self._connected(engine, members)
-            check()  # what was lost before the engine was known
-        except BaseException:
-            self._connected(None, ())
-            executor.close()
-            raise
-        return executor
-
-    def _connected(self, engine: TcpEngine | None, members: tuple[GroupMember, ...]) -> None:
+    def _connected(self, members: tuple[GroupMember, ...], engine: TcpEngine | None) -> None:
         with self._connecting:
-            self._engine, self._formed = engine, members
+            self._formed, self._engine = members, engine
 
     def _lose(self, member: GroupMember) -> None:
         """From a thread: a process has exited, or its host is silent, or this one is cut off."""
@@ -132,8 +103,8 @@ class ElasticGroup(Group):
             if engine is None or member not in formed:
                 return
             is_own = member == self.membership.me
-            for rank, _ in enumerate(formed):
-                if is_own or formed[rank] == member:
+            for rank, other in enumerate(formed):
+                if is_own or other == member:
                     engine.lose(rank)
 
     def _not_shared(self, members: tuple[GroupMember, ...]) -> ShoalError:
