@@ -25,8 +25,8 @@ class BatchStream:
     """Yields this replica's rows of every global batch, and counts the batches.
 
     `delivered` counts batches over the whole run, resumed runs included. `positions` says which of
-    them each loop of the script has had; these are left out. `skip` stands for it in checkpoints
-    of earlier versions: so many batches of the first loops were trained on.
+    them each loop of the script has had; these are left out. `skip` stands for it in a worker
+    that came back: so many batches of the first loops were trained on.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BatchStream:
         return self._loop(source, options.epochs, self._last_step(data, options))
 
     def restore(self, delivered: int, positions: Positions | None) -> None:
-        """Go on after `delivered` batches; an old checkpoint knows no positions."""
+        """Go on after `delivered` batches; a worker that came back knows no positions."""
         self.delivered = delivered
         self.positions = positions or Positions()
         self.skip = 0 if positions else delivered

@@ -132,7 +132,7 @@ class SharedModel:
     def __init__(self, ranks: VirtualRanks, step: Step, fd: int):
         self.fd = fd
         memory = memfd.map_all(fd, whole_pages(step.flat.data.nbytes))
-        self._weights = _numbers(memory, step.flat)
+        self._weights = step.flat.numbers_in(memory)
         self._weights.copy_(step.flat.data)
         self.has_left = False  # a worker that has weights of its own
         self.is_merging = False
@@ -182,10 +182,10 @@ class SharedWorker:
         self._is_equal = True
         self._reduce = step.sync.reduce
         flat = step.flat
-        flat.move_to(_numbers(pages.memory, flat))
+        flat.move_to(flat.numbers_in(pages.memory))
         step.update.optimizer.state.clear()
         if type(step.sync) is DdpSync and flat.data.nbytes >= LARGE_BYTES:
-            rest = _numbers(mmap.mmap(-1, flat.data.nbytes), flat)  # where nothing is, no memory
+            rest = flat.numbers_in(mmap.mmap(-1, flat.data.nbytes))  # where nothing is, no memory
             flat.grads.watch(flat.grads.buckets, LARGE_BYTES, rest)
         step.sync.reduce = self._merge  # type: ignore[method-assign]
         step.update.apply = self._apply  # type: ignore[method-assign]
@@ -231,7 +231,7 @@ class ServedWeights:
     def __init__(self, models: Sequence[ServedModel], flat: FlatParams):
         num_bytes = whole_pages(flat.data.nbytes)
         self.fd = memfd.make("shoal-rehearsal", num_bytes)
-        self._weights = _numbers(memfd.map_all(self.fd, num_bytes), flat)
+        self._weights = flat.numbers_in(memfd.map_all(self.fd, num_bytes))
         for model in models:
             model.state.shard.move_to(self._weights[model.spec.start : model.spec.stop])
 
@@ -242,7 +242,7 @@ class ServedWeights:
         client.inbox = self._weights
         if not pages.can_tell or not torch.equal(self._weights, flat.data):
             return
-        flat.move_to(_numbers(pages.memory, flat))
+        flat.move_to(flat.numbers_in(pages.memory))
 
         def look(result: PullResult) -> None:
             if pages.are_written():
@@ -289,7 +289,3 @@ def give_state(step: Step, state: list[dict[str, Any]]) -> None:
     for p, values in zip(step.flat.params, state, strict=True):
         if values:
             step.update.optimizer.state[p] = values
-
-
-def _numbers(memory: mmap.mmap, flat: FlatParams) -> Tensor:
-    return torch.frombuffer(memory, dtype=flat.dtype, count=flat.size)

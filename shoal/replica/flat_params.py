@@ -10,6 +10,7 @@ gradients are collected is in `grad_buckets.py`.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ class FlatLayout(BufferLayout):
         for param in self.ranges:
             is_gap[param.start : param.stop] = False
         return is_gap.nonzero().view(-1).to(self.device)
+
+    def numbers_in(self, memory: mmap.mmap, start: int = 0) -> Tensor:
+        """A buffer in memory that is shared, from this byte on."""
+        return torch.frombuffer(memory, dtype=self.dtype, count=self.size, offset=start)
 
     def view(self, i: int, memory: Tensor, start: int) -> Tensor:
         """Parameter `i` (or its gradient) in memory that stands for the buffer from `start` on."""

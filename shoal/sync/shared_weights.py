@@ -91,8 +91,8 @@ class SharedWeights(Sync):
         self._across = host.across and host.across.counted(self.traffic)
         self._pages = shared.pages
         memory, weights_at = shared.memory, shared.weights_at
-        self._weights = _numbers(memory, flat, weights_at)
-        self._sums = _numbers(memory, flat, weights_at + len(shared.pages.memory))
+        self._weights = flat.numbers_in(memory, weights_at)
+        self._sums = flat.numbers_in(memory, weights_at + len(shared.pages.memory))
         runs = iter(flat.grads.runs())
         in_buckets = [
             list(itertools.islice(runs, len(flat.grads.tensors[b.start])))
@@ -106,7 +106,7 @@ class SharedWeights(Sync):
         if self.group.rank == 0:
             self._weights.copy_(flat.data)
         self.group.barrier().wait()
-        flat.move_to(_numbers(shared.pages.memory, flat, 0))
+        flat.move_to(flat.numbers_in(shared.pages.memory))
         self._slice = slices_of(flat, self.group.size)[self.group.rank]
         self._sum = self._sums[self._slice]
         self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
@@ -299,10 +299,6 @@ class SharedWeights(Sync):
 def _has_elements(value: object) -> bool:
     """Whether a state has a number for each element; else it is a count of steps, or a setting."""
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _numbers(memory: mmap.mmap, flat: FlatParams, start: int) -> Tensor:
-    return torch.frombuffer(memory, dtype=flat.dtype, count=flat.size, offset=start)
 
 
 def _pieces_of(flat: FlatParams, weights: Tensor, part: slice) -> Iterator[Piece]:

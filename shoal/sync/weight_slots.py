@@ -59,11 +59,7 @@ class WeightSlots:
             return {peer: slots_in(memory) for peer, memory in memories.items()}
 
         def slots_in(memory: mmap.mmap) -> list[Tensor]:
-            starts = (mmap.PAGESIZE, mmap.PAGESIZE + num_bytes)
-            return [
-                torch.frombuffer(memory, dtype=flat.dtype, count=flat.size, offset=start)
-                for start in starts
-            ]
+            return [flat.numbers_in(memory, mmap.PAGESIZE + at) for at in (0, num_bytes)]
 
         exchange = partial(all_gather_bytes, group)
         generation = memfd.new_generation()
