@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,25 +29,11 @@ class VirtualMessage(NamedTuple):
 Phase = Sequence[VirtualMessage]  # they begin together; the next phase when all have arrived
 
 
-class NetworkFaults(Protocol):
-    """What goes wrong on the way; the tests of faults have one."""
-
-    def leaves_s(self, message: VirtualMessage) -> float:
-        """When a message leaves that is sent now: later where it is held up."""
-
-    def reach(self, src: int, dst: int, timeout_s: float) -> None:
-        """Wait until a connection can be opened; a TimeoutError after so long."""
-
-    def connected(self, here: object, there: object) -> None:
-        """Both ends of a connection that was opened: see `sockets.VirtualSocket.carries`."""
-
-
 class VirtualNetwork:
     """The links of a cluster. A device is where a worker or server runs."""
 
     def __init__(self, cluster: Cluster, time: VirtualTime):
         self.cluster = cluster
-        self.faults: NetworkFaults | None = None
         self._time = time
         self._routes = Routes(cluster)
         self._messages = MessageNetwork(self._routes.capacities)
@@ -85,11 +71,7 @@ class VirtualNetwork:
                 arrived()
 
         for message in leaving:
-            leaves_s = 0.0 if self.faults is None else self.faults.leaves_s(message)
-            if leaves_s > self._time.now_s:
-                self._time.at(leaves_s, partial(self._start, message, one_less))
-            else:
-                self._start(message, one_less)
+            self._start(message, one_less)
 
     def _start(self, message: VirtualMessage, arrived: Callable[[], None]) -> None:
         self._begun.append((self._number, message))

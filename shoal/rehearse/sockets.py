@@ -42,11 +42,7 @@ class VirtualProcess:
 
 
 class VirtualSocket:
-    """One end of a TCP connection. What is sent arrives in its order, and nothing is refused.
-
-    `carries(n)` says how many of the next n bytes arrive, or n = 1 for the end of the connection;
-    None: all do.
-    """
+    """One end of a TCP connection. What is sent arrives in its order, and nothing is refused."""
 
     family = socket.AF_INET
 
@@ -54,7 +50,6 @@ class VirtualSocket:
         self._network = network
         self._time = time
         self.place = place
-        self.carries: Callable[[int], int] | None = None
         self._peer: VirtualSocket | None = None
         self._flights: deque[_Flight] = deque()  # to the peer
         self._arrived: deque[memoryview] = deque()
@@ -73,8 +68,7 @@ class VirtualSocket:
         """What is large is read from the memory of its sender when it is received."""
         size = sum([view.nbytes for view in views])
         head, *payload = views
-        is_lasting = size >= _LARGE_BYTES and self.carries is None
-        if is_lasting and unpack(head).kind in _LASTING:
+        if size >= _LARGE_BYTES and unpack(head).kind in _LASTING:
             self._transmit([memoryview(bytes(head)), *payload], size)
         else:
             self._transmit([memoryview(b"".join(views))], size)
@@ -93,12 +87,6 @@ class VirtualSocket:
             if data is None:
                 return
             raise BrokenPipeError("the connection has ended")
-        if self.carries is not None:
-            arriving = self.carries(size or 1)
-            if not arriving:
-                return
-            if data is not None:
-                data, size = [data[0][:arriving]], arriving
         flight = _Flight(data)
         self._flights.append(flight)
 
@@ -166,11 +154,6 @@ class VirtualSocket:
         self._is_shut = True
         self._wake()
 
-    def reset(self) -> None:
-        """This end learns that the connection is broken."""
-        self._is_over = self._is_shut = True
-        self._wake()
-
     def close(self) -> None:
         self.shutdown(socket.SHUT_RDWR)
 
@@ -221,16 +204,12 @@ class VirtualSockets:
         return name, listener
 
     def connect(self, address: str, timeout_s: float) -> VirtualSocket:
-        listener, faults = self._listeners.get(address), self._network.faults
-        if listener is not None and faults is not None:
-            faults.reach(self._place().device, listener.place.device, timeout_s)
+        listener = self._listeners.get(address)
         if listener is None or listener.is_closed or listener.place.is_dead:
             raise ConnectionRefusedError(f"nothing listens at {address}")
         here = VirtualSocket(self._network, self._time, self._place())
         there = VirtualSocket(self._network, self._time, listener.place)
         here.join(there)
-        if faults is not None:
-            faults.connected(here, there)
         listener.add(there)
         return here
 

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from shoal.rehearse import world
-from shoal.rehearse.network import VirtualMessage
-from shoal.rehearse.sockets import VirtualProcess, VirtualSocket
+from shoal.rehearse import sockets, world
+from shoal.rehearse.network import VirtualMessage, VirtualNetwork
+from shoal.rehearse.sockets import VirtualProcess, VirtualSocket, VirtualSockets
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.acceptor import SILENT_PEER_S
@@ -69,6 +69,71 @@ class DisturbedTime(VirtualTime):
         self._hang()
 
 
+class DisturbedNetwork(VirtualNetwork):
+    """Messages leave late."""
+
+    disturbance: Disturbance
+
+    def _start(self, message: VirtualMessage, arrived: Callable[[], None]) -> None:
+        leaves_s = self.disturbance.leaves_s(message)
+        if leaves_s > self._time.now_s:
+            self._time.at(leaves_s, partial(super()._start, message, arrived))
+        else:
+            super()._start(message, arrived)
+
+
+class DisturbedSocket(VirtualSocket):
+    """`carries(n)` says how many of the next n bytes arrive, or n = 1 for the end; None: all do."""
+
+    carries: Callable[[int], int] | None = None
+    _network: DisturbedNetwork
+
+    def join(self, peer: VirtualSocket) -> None:
+        super().join(peer)
+        assert isinstance(peer, DisturbedSocket)
+        self._network.disturbance.connected(self, peer)
+
+    def _transmit(self, data: Sequence[memoryview] | None, size: int = 0) -> None:
+        peer = self._peer
+        is_over = self._is_shut or peer is None or (data is not None and peer._is_shut)
+        if self.carries is not None and not is_over:
+            arriving = self.carries(size or 1)
+            if not arriving:
+                return
+            if data is not None:
+                data, size = [memoryview(b"".join(data))[:arriving]], arriving
+        super()._transmit(data, size)
+
+    def reset(self) -> None:
+        """This end learns that the connection is broken."""
+        self._is_over = self._is_shut = True
+        self._wake()
+
+
+class DisturbedSockets(VirtualSockets):
+    """To connect takes as long as hosts are cut off from each other."""
+
+    _network: DisturbedNetwork
+
+    def connect(self, address: str, timeout_s: float) -> VirtualSocket:
+        if (listener := self._listeners.get(address)) is not None:
+            devices = self._place().device, listener.place.device
+            self._network.disturbance.reach(*devices, timeout_s)
+        return super().connect(address, timeout_s)
+
+
+@contextmanager
+def disturbed() -> Iterator[None]:
+    """A rehearsal that is made, or runs, in this block has these in place of the usual ones."""
+    with (
+        mock.patch.object(world, "VirtualTime", DisturbedTime),
+        mock.patch.object(world, "VirtualNetwork", DisturbedNetwork),
+        mock.patch.object(world, "VirtualSockets", DisturbedSockets),
+        mock.patch.object(sockets, "VirtualSocket", DisturbedSocket),
+    ):
+        yield
+
+
 class Disturbance:
     """What a scenario does to messages and connections; everything follows from its seed."""
 
@@ -80,7 +145,7 @@ class Disturbance:
         self._silent = [fault for fault in scenario.faults if isinstance(fault, Silent)]
         self._breaks = next((f for f in scenario.faults if isinstance(f, Breaks)), None)
         self._left = 0 if self._breaks is None else self._breaks.connections
-        self._connections: list[tuple[VirtualSocket, VirtualSocket]] = []
+        self._connections: list[tuple[DisturbedSocket, DisturbedSocket]] = []
         self.broken = 0
         if any(isinstance(fault, AnyOrder) for fault in scenario.faults):
             time.order = random.Random(f"order {scenario.seed}")
@@ -104,7 +169,7 @@ class Disturbance:
         if wait_s > timeout_s:
             raise TimeoutError("timed out")
 
-    def connected(self, here: VirtualSocket, there: VirtualSocket) -> None:
+    def connected(self, here: DisturbedSocket, there: DisturbedSocket) -> None:
         self._connections.append((here, there))
         breaks = self._breaks
         if breaks is None or not self._left:
@@ -116,7 +181,7 @@ class Disturbance:
             self._left -= 1
             _Break(self, here, there, self._random.randrange(breaks.most_bytes))
 
-    def broke(self, here: VirtualSocket, there: VirtualSocket) -> None:
+    def broke(self, here: DisturbedSocket, there: DisturbedSocket) -> None:
         self.broken += 1
         assert self._breaks is not None
         for end in (here, there):
@@ -157,7 +222,7 @@ class _Break:
     """A connection that breaks when it has carried so many bytes."""
 
     def __init__(
-        self, disturbance: Disturbance, here: VirtualSocket, there: VirtualSocket, left: int
+        self, disturbance: Disturbance, here: DisturbedSocket, there: DisturbedSocket, left: int
     ):
         self._disturbance = disturbance
         self._ends = here, there

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,14 +22,20 @@ from shoal.plan.simulator.step_tasks import StepWork, Unevenness
 from shoal.rehearse import world
 from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.pace import WorkerTimes
-from shoal.rehearse.world import RehearsalSpec, Train, rehearse
+from shoal.rehearse.world import RehearsalSpec, Rehearsed, Train, rehearse
 from shoal.runtime import clock
 from shoal.runtime.checkpoint_folders import WORKER_FILE, complete_versions
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.server.process import shard_file
 from shoal.strategy.strategy import as_strategy
 from shoal.train.checkpoints import files, servers
-from tests.rehearse.faults.disturbance import Disturbance, DisturbedTime, saving_servers
+from tests.rehearse.faults.disturbance import (
+    Disturbance,
+    DisturbedNetwork,
+    DisturbedTime,
+    disturbed,
+    saving_servers,
+)
 from tests.rehearse.faults.scenario import (
     Apart,
     Jitter,
@@ -76,13 +81,17 @@ class FaultyRehearsal(world._Rehearsal):
     """A rehearsal on a network, and with processes, that a scenario disturbs."""
 
     time: DisturbedTime
+    network: DisturbedNetwork
 
     def __init__(self, train: Train, spec: RehearsalSpec, scenario: Scenario):
-        with mock.patch.object(world, "VirtualTime", DisturbedTime):
+        with disturbed():
             super().__init__(train, spec)
-        self.disturbance = Disturbance(scenario, self.time)
-        self.network.faults = self.disturbance
+        self.disturbance = self.network.disturbance = Disturbance(scenario, self.time)
         self.errors: list[Exception] = []  # of workers
+
+    def run(self) -> Rehearsed:
+        with disturbed():
+            return super().run()
 
     def saves_servers(self, folder: Path, every: int) -> None:
         saves = ServerCheckpointConfig(folder, every)
