@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from fractions import Fraction
 from pathlib import Path
 
-from shoal.plan.timeline import gantt, simulate
+from rich.console import Console
+
+from shoal.plan.timeline import Timeline, draw, simulate
 from shoal.schedules.collectives.catalog import CATALOG, Algorithm, build
 from shoal.schedules.collectives.cost import Link, Price, price
 from shoal.schedules.pipelines import catalog as pipelines
@@ -50,6 +53,14 @@ def document() -> str:
 
 def pipeline_document() -> str:
     return "".join([_PIPELINES_HEAD, *map(_pipeline_section, pipelines.CATALOG.values())])
+
+
+def gantt(timeline: Timeline) -> str:
+    """The chart alone, without names: a line for each stage, of any length; · is the bubble."""
+    out = io.StringIO()
+    draw(timeline, prove(timeline.pipeline), Console(file=out, width=100_000))
+    rows = [line for line in out.getvalue().splitlines() if line.startswith("stage ")]
+    return "\n".join(line.partition("  ")[2] for line in rows)
 
 
 def _pipeline_section(entry: pipelines.PipelineSchedule) -> str:

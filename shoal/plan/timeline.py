@@ -167,16 +167,6 @@ KINDS = {
 }
 
 
-def gantt(timeline: Timeline) -> str:
-    """The plain lines, one for each stage, of any length; · is the bubble.
-
-    stage 0  F0 F1 F2 ·  ·  B0─── B1─── B2───
-    stage 1  ·  F0 F1 F2 B0─── B1─── B2───
-    """
-    rows = _rows(timeline, _tick(timeline))
-    return "\n".join("".join(text for text, _ in row).rstrip() for row in rows)
-
-
 def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
     """Print the chart, folded to the width of the console, and what the schedule costs."""
     tick = _tick(timeline)

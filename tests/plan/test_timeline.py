@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from benchmarks.docs import gantt
 from shoal.errors import BadInput
 from shoal.plan.step.step_price import (
     StageTimes,
@@ -22,7 +23,7 @@ from shoal.plan.step.step_price import (
     deal_layers,
     in_flight,
 )
-from shoal.plan.timeline import Times, draw, gantt, gantt_svg, simulate
+from shoal.plan.timeline import Times, draw, gantt_svg, simulate
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import Deadlock, prove
