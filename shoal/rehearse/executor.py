@@ -6,6 +6,7 @@ arrived. Those of a group follow each other; those of other groups, and messages
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
+from shoal.comm.executors.solo import Solo
+from shoal.comm.members.elastic_group import ElasticGroup
+from shoal.comm.members.membership import Generation, GroupMembership
 from shoal.errors import PeerLost, ShoalError
 from shoal.rehearse.arithmetic import carry_out
 from shoal.rehearse.network import (
@@ -27,6 +31,7 @@ from shoal.rehearse.network import (
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.schedules.collectives.catalog import build, proven_collective
 from shoal.schedules.user import is_user_function
+from shoal.transport.shm.memfd import Exchange
 from shoal.transport.transport import DoneWork, Work
 
 GroupKey = tuple[object, ...]
@@ -314,3 +319,26 @@ class Virtual(Executor):
         for child in filter(None, self._children):
             child.close()
         self._exchange.leave(self._key, self.rank)
+
+
+class VirtualElasticGroup(ElasticGroup):
+    """Of an elastic run: formed by the board, as that of real workers."""
+
+    def __init__(self, membership: GroupMembership, ranks: VirtualRanks):
+        super().__init__(membership, math.inf)
+        self._ranks = ranks
+
+    def _form(self, generation: Generation, exchange: Exchange) -> Executor:
+        """One that is lost from here on has left the group, or has not answered."""
+        members = generation.members
+        if len(members) == 1:
+            return Solo()
+        rank = members.index(self.membership.me)
+        key = ("generation", generation.number, *members)
+        executor = Virtual(self._ranks, [member.worker for member in members], rank, key)
+        try:
+            exchange(b"there")
+        except BaseException:
+            executor.close()
+            raise
+        return executor

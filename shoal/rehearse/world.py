@@ -32,8 +32,7 @@ from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, tolerance_of
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
-from shoal.rehearse.elastic import VirtualElasticGroup
-from shoal.rehearse.executor import Virtual, VirtualRanks
+from shoal.rehearse.executor import Virtual, VirtualElasticGroup, VirtualRanks
 from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.network import VirtualNetwork
 from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
