@@ -36,6 +36,7 @@ from shoal.protocol import FrameKind, decode, encode
 from shoal.protocol.connection import Connection
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
+from shoal.runtime.trace import server_name
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.link import ServerLink
 from shoal.server.client.route import Request
@@ -67,7 +68,7 @@ class CopyReader:
     def _version(self, copy: int) -> int:
         route = self._route
         request = Request(FrameKind.PULL, encode(Pull(None, 0)), into=None)
-        if copy == route.reader:
+        if route.server("pull") == server_name(route.index, copy):
             return decode(self._link.post("pull", request).result().meta, Pulled).version
         if copy not in self._connections:
             self._connections[copy] = route.connect_copy(copy, "pull", _ASK_S)

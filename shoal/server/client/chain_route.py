@@ -301,11 +301,6 @@ class ChainRoute(route.Route):
             raise
         return connection
 
-    @property
-    def reader(self) -> int:
-        """The copy that pulls go to."""
-        return self._led["pull"][0]
-
     def ask(self, connection: Connection, request: route.Request) -> bytes:
         """The metadata of the answer on such a connection; its payload is skipped."""
         self.send(connection, request)

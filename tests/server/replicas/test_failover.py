@@ -13,6 +13,7 @@ import torch
 from shoal.coordinator import forget
 from shoal.errors import PeerLost
 from shoal.protocol import Moved
+from shoal.runtime.trace import server_name
 from shoal.server.chain.node import ChainNode
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.chain_view import ChainView
@@ -171,7 +172,7 @@ def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread(rank: int) 
         for server in made.servers.values():
             assert server.models[MODEL].membership.members[rank].out is not None
         for _ in range(2):
-            assert pulled(client) and route_of(client).reader == rank
+            assert pulled(client) and route_of(client).server("pull") == server_name(0, rank)
             client.set_state([(ShardState(0, ()), [])], client.inbox)  # at the head
 
 
