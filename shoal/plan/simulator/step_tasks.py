@@ -264,10 +264,10 @@ class StepTasks:
         tasks = [self.graph.add(sent.of(flow), self._ready[flow.waits[0]]) for flow in mixed.flows]
         if self._how.is_async:
             return
-        self._ready = [
-            [self.graph.join([*self._ready[before], *(tasks[flow] for flow in flows)])]
-            for before, flows in mixed.parts
-        ]
+        self._ready = [self._ready[before] for before in mixed.before]
+        for number, flows in mixed.arrived:
+            come = (tasks[flow] for flow in flows)
+            self._ready[number] = [self.graph.join([*self._ready[number], *come])]
         self.ranks = mixed.classes
 
     def _gradients(self, number: int) -> list[int]:

@@ -84,7 +84,8 @@ class Round(NamedTuple):
 
     flows: Sequence[Flow]
     classes: Classes
-    parts: Sequence[tuple[int, Sequence[int]]]  # of each: its class before, the flows it waits for
+    before: Sequence[int] = ()  # the class that each class was in
+    arrived: Sequence[tuple[int, Sequence[int]]] = ()  # classes, and the flows that they wait for
 
 
 Move = tuple[Longs, Longs, Floats]  # from, to, and shares of a vector, or chunks
@@ -227,16 +228,18 @@ class Symmetry:
         ]
         if waits_for == "pair":
             np.add.at(self._sums, dst, colors)
-            return Round(flows, start, ())
+            return Round(flows, start)
         at = np.concatenate([dst, *ends[:-1]])
         of_flow = np.tile(kinds.of, len(ends))
         come = np.zeros(self.devices, np.uint64)
         np.add.at(come, at, _joined(of_flow))
         classes = among(np.flatnonzero(start.of >= 0), _joined(start.of, come))
-        parts: list[tuple[int, list[int]]] = [(int(start.of[one]), []) for one in classes.firsts]
-        for pair in np.unique(classes.of[at] * len(kinds) + of_flow).tolist():
-            parts[pair // len(kinds)][1].append(pair % len(kinds))
-        return Round(flows, classes, parts)
+        pairs = np.unique(classes.of[at] * len(kinds) + of_flow)
+        reached, begins = np.unique(pairs // len(kinds), return_index=True)
+        waited, bounds = (pairs % len(kinds)).tolist(), [*begins.tolist(), pairs.size]
+        slices = map(slice, bounds, bounds[1:])
+        arrived = [(one, waited[row]) for one, row in zip(reached.tolist(), slices, strict=True)]
+        return Round(flows, classes, start.of[classes.firsts].tolist(), arrived)
 
     def with_servers(
         self, space: Hashable, ranks: Classes, servers: Longs

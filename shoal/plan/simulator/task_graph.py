@@ -269,10 +269,10 @@ class Collectives:
                 graph.add(sent.of(flow), {through[wait] for wait in flow.waits})
                 for flow in one.flows
             ]
-            through = [
-                graph.join([tasks[flow] for flow in flows]) if flows else through[before]
-                for before, flows in one.parts
-            ]
+            through = [through[before] for before in one.before]
+            for number, flows in one.arrived:
+                come = [tasks[flow] for flow in flows]
+                through[number] = come[0] if len(come) == 1 else graph.join(come)
         return graph.join(set(through))
 
     def _rounds(self, key: Hashable, moves: Sequence[Move]) -> list[Round]:
