@@ -1,6 +1,6 @@
 """A rehearsal beside the run: the same script in a lab, for real and in virtual seconds.
 
-The lab is built before (`shoal lab up`); asynchronous gossip and hogwild do not run there.
+The lab is built before (`shoal lab up`); hogwild does not run there.
 Strategies take turns, `rounds` times; the rehearsals follow on the machine that the runs have left
 alone. `--measure` measures the passes of as many workers as the lab has, all computing at once on
 the cores that its hosts share.
@@ -33,6 +33,7 @@ STRATEGIES = (
     "ps(staleness=2)",
     "ps(mode='async')",
     "gossip(graph='ring')",
+    "gossip(graph='ring', mode='async')",
     "localsgd(every=16)",
     "localsgd(every=16, outer='nesterov(lr=0.7)')",
 )

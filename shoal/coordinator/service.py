@@ -184,8 +184,6 @@ class CoordinatorService(ConnectionService):
     def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
         if hello.channel != "coordinator":
             raise Refused(f"this is the coordinator: it has no {hello.channel} connections")
-        with self.lock:
-            self.connections.add(connection)
         with suppress(Closed):
             while not self.closed.is_set():
                 self._serve_one(connection, header.incarnation)

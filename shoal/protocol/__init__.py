@@ -61,6 +61,7 @@ class FrameKind(enum.IntEnum):
     COORDINATE = 60
     CHAIN = 61
     SNAPSHOT = 62
+    AVERAGE = 70
 
 
 _KINDS = {kind.value: kind for kind in FrameKind}  # faster than FrameKind(…)
@@ -139,7 +140,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise Refused(f"metadata is {error}") from error
 
 
-Channel = Literal["control", "push", "pull", "rows", "follow", "coordinator", "chain"]
+Channel = Literal["control", "push", "pull", "rows", "follow", "coordinator", "chain", "gossip"]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 MAX_HELLO_BYTES = 512

@@ -39,7 +39,8 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         self.close()
 
     def close(self) -> None:
-        raise NotImplementedError
+        self.stop_listening()
+        self.end_connections()
 
     def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
         """Serve a connection that has proven the secret, to its end."""
@@ -77,6 +78,10 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
             hello, header = authenticate_peer(connection, self.secret)
             if self.strangers.remove(sock):
                 sock.settimeout(None)
+                with self.lock:
+                    self.connections.add(connection)
+                    if self.closed.is_set():
+                        return
                 self.serve(connection, hello, header, next(self._numbers))
         except Refused as error:
             self._refuse(connection, error)

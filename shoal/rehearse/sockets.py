@@ -199,6 +199,8 @@ class VirtualSockets:
 
     def listen(self, address: str) -> tuple[str, VirtualListener]:
         name = address if address.startswith(_ADDRESS) else _ADDRESS + address
+        if name.endswith(":0"):
+            name += f"-{len(self._listeners)}"  # as the kernel chooses a port
         listener = VirtualListener(self._time, self._place())
         self._listeners[name] = listener
         return name, listener

@@ -104,14 +104,17 @@ class _Rehearsal:
         losses = spec.losses
         self._secret = secrets.token_bytes(32)
         config = RunConfig(kill=losses.at_steps, restarts=losses.restarts, secret=self._secret)
-        if losses and term.needs_one_host:  # memory that those who come back share, too, shows it
+        are_several = spec.workers > spec.cluster.node.devices
+        ends = term.shares_memory and are_several  # a loss ends the run
+        if losses and term.shares_memory and not ends:  # those who come back share memory, too
             config = replace(config, start=spec.workers)
         self._replication = replication_of(spec.strategy, spec.workers, losses.restarts)
         self._config = replace(
             config, coordinator=_COORDINATOR if self._replication.is_on else None
         )
         check_faults(self._config, spec.workers, servers)
-        self._tolerance = tolerance_of(spec.strategy, spec.workers, losses.restarts)
+        told = (spec.strategy, spec.workers, losses.restarts)
+        self._tolerance = None if ends else tolerance_of(*told)
         self._may_lose = bool(losses) and self._tolerance is not None
         comes_back = self._config.takes_back and spec.strategy.takes_back
         self._comes_back = comes_back and not spec.strategy.is_elastic
@@ -119,7 +122,7 @@ class _Rehearsal:
         devices = 1 + max([spec.workers - 1, *self.server_devices])
         cluster = spec.cluster.of_size(devices)
         losses.check(workers=spec.workers, servers=servers, hosts=cluster.nodes)
-        spec.strategy.check_hosts(spec.workers, spec.workers > cluster.node.devices)
+        spec.strategy.check_hosts(spec.workers, are_several)
         self.time = VirtualTime()
         self.network = VirtualNetwork(cluster, self.time)
         algorithm = term.collective_algorithm or "auto"

@@ -99,7 +99,7 @@ def _gossip(term: SyncTerm, ranks: int) -> Iterator[dict[str, Any]]:
         taken = {words for _, _, words in rounds[-1]}
         each = f"each takes {taken.pop()} of its neighbours, " if len(taken) == 1 else ""
         told.append(f"{each}{min(levels[-1]):.1%} to {max(levels[-1]):.1%} is rank 0's")
-    when = "whenever it is ready" if term.needs_one_host else "each step"
+    when = "whenever it is ready" if term.shares_memory else "each step"
     yield {
         "type": "rounds",
         "title": f"mixing over {mixing.name}",

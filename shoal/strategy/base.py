@@ -110,6 +110,7 @@ class SyncTerm(Term, role="sync", abstract=True):
 
     # ---- where it runs
     needs_one_host: bool = False  # all workers share the memory of one host
+    shares_memory: bool = False  # those of one host do, and survive losses there only
     needs_cpu: bool = False
     communicates: bool = True  # even if there is only one worker
     why_not_own_loop: str | None = None  # why it trains by `job.step` only

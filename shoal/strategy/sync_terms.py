@@ -58,6 +58,7 @@ class Hogwild(SyncTerm):
     survives_loss = True
     takes_back = True
     needs_one_host = True
+    shares_memory = True
     needs_cpu = True
     why_not_split = (
         "each worker runs the whole model asynchronously, "
@@ -232,7 +233,7 @@ class Gossip(ElasticOption):
     equals_single = lockstep
 
     @property
-    def needs_one_host(self) -> bool:
+    def shares_memory(self) -> bool:
         return self.mode == "async"
 
     @property

@@ -328,7 +328,7 @@ class GossipPlan(SyncPlan[Gossip]):
             )
         replica.say(f"gossip over {mixing.expectation}")
         if self.term.mode == "async":
-            return AsyncGossip(replica, mixing)
+            return _asynchronous(replica, mixing)
         if (shared := self._shared(replica, mixing)) is not None:
             return shared
         return (MixGradients if mixing.is_uniform else MixWeights)(replica, mixing, graph)
@@ -347,6 +347,17 @@ class GossipPlan(SyncPlan[Gossip]):
 
 def described(mixing: Mixing) -> dict[str, Any]:
     return {"graph": mixing.name, "second_eigenvalue": mixing.second_eigenvalue}
+
+
+def _asynchronous(replica: Replica, mixing: Mixing) -> Sync:
+    """Through the memory of one host, or by messages between several."""
+    from shoal.server.client.discovery import introduce
+    from shoal.sync.gossip_pairs import PairwiseGossip
+
+    met = introduce(replica.group, replica.replica_group, replica.config)
+    if len(met.topology.hosts) == 1:
+        return AsyncGossip(replica, mixing)
+    return PairwiseGossip(replica, mixing, met.announcer.secret)
 
 
 def _is_same(mixing: Mixing, replica: Replica) -> bool:

@@ -1,10 +1,10 @@
-"""Asynchronous decentralized training on one host.
+"""Asynchronous decentralized training on one host, and what it counts on several, too.
 
 Each worker lays its weights out in memory that the others read
 (`transport/shm/rank_memory.py`). After an update of its own it averages with what its
 neighbours have laid out since it last read them. The weight of a neighbour without a new version
 goes to the worker's own weights. So a slow worker delays no other. One that has died is left out:
-its neighbours keep its weight themselves.
+its neighbours keep its weight themselves. On several hosts: `gossip_pairs.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,55 @@ from shoal.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next, at most
 
 
-class AsyncGossip(InRankMemory):
+class NeighbourNews:
+    """Counts what a worker reads of its neighbours, and how far their weights are from its own."""
+
+    rank: int
+
+    def count_news(self, mixing: Mixing) -> None:
+        self.mixing = mixing
+        self.steps = self.bytes_sent = self.bytes_read = 0
+        self.joined_at = 0  # the steps that others had done before
+        self.lost: set[int] = set()
+        self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
+        self.distances: list[tuple[int, float]] = []
+        self.measure_at = 1
+
+    def note_read(self, num_bytes: int, late: int) -> None:
+        """The weights of a neighbour that is so many steps behind."""
+        self.bytes_read += num_bytes
+        self.reads = self.reads + 1
+        self.behind = self.behind + max(0, late)
+        self.most_behind = max(self.most_behind, late)
+
+    def note_distance(self, step: int, apart: Sequence[float]) -> None:
+        self.measure_at = step + min(step, MEASURE_EVERY)
+        self.distances.append((step, sum(apart) / len(apart)))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "graph": self.mixing.name,
+            "second_eigenvalue": self.mixing.second_eigenvalue,
+            "steps": self.steps,
+            "bytes_sent": self.bytes_sent,
+            "bytes_per_step": self.bytes_sent / max(1, self.steps - self.joined_at),
+            "bytes_read": self.bytes_read,
+            "lost": sorted(self.lost),
+            "steps_behind": self.behind / max(1, self.reads),
+            "most_steps_behind": self.most_behind,
+            "distance_to_neighbours": [list(pair) for pair in self.distances],
+        }
+
+    def summary(self) -> list[str]:
+        if not self.reads:
+            return []
+        return [
+            f"gossip: what rank {self.rank} read of its neighbours was "
+            f"{self.behind / self.reads:.1f} steps behind on average, {self.most_behind} at most"
+        ]
+
+
+class AsyncGossip(NeighbourNews, InRankMemory):
     """A step writes the parameters once and reads those of the neighbours that are new.
 
     The weights that count are the mean of all workers that have not died, when they have come as
@@ -43,14 +91,8 @@ class AsyncGossip(InRankMemory):
         num_bytes = self._page.bytes.nbytes
         super().__init__(replica, replica.group.size * page_bytes(num_bytes), lambda memory: None)
         self.pages = VersionedPages(self.ranks, num_bytes)
-        self.mixing = mixing
+        self.count_news(mixing)
         self.gradient_scale = float(self.size)
-        self.steps = self.bytes_sent = self.bytes_read = 0
-        self._joined_at = 0  # the steps that others had done before
-        self.lost: set[int] = set()
-        self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
-        self.distances: list[tuple[int, float]] = []
-        self._measure_at = 1
         self._seen = [0] * self.size
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
@@ -97,35 +139,13 @@ class AsyncGossip(InRankMemory):
         if not self._is_away or not self.pages.latest():
             return None
         found = self._take_place()
-        self.steps = self._joined_at = found.step
+        self.steps = self.joined_at = found.step
         return found
 
     def catch_up(self) -> None:
         """Begin with the mean of the others, as new as theirs."""
         self._take_mean(with_own=False)
         self._lay_out(at_least=self.pages.latest())
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "graph": self.mixing.name,
-            "second_eigenvalue": self.mixing.second_eigenvalue,
-            "steps": self.steps,
-            "bytes_sent": self.bytes_sent,
-            "bytes_per_step": self.bytes_sent / max(1, self.steps - self._joined_at),
-            "bytes_read": self.bytes_read,
-            "lost": sorted(self.lost),
-            "steps_behind": self.behind / max(1, self.reads),
-            "most_steps_behind": self.most_behind,
-            "distance_to_neighbours": [list(pair) for pair in self.distances],
-        }
-
-    def summary(self) -> list[str]:
-        if not self.reads:
-            return []
-        return [
-            f"gossip: what rank {self.rank} read of its neighbours was "
-            f"{self.behind / self.reads:.1f} steps behind on average, {self.most_behind} at most"
-        ]
 
     def shared_bytes(self) -> int:
         return page_bytes(self._page.bytes.nbytes)
@@ -139,13 +159,12 @@ class AsyncGossip(InRankMemory):
         for peer, weight in self.mixing.heard_by(self.rank, self.steps).items():
             theirs = None if peer == self.rank else self._read_news(peer)
             if theirs is not None:
-                if self.steps + 1 >= self._measure_at:
+                if self.steps + 1 >= self.measure_at:
                     apart.append(float((theirs - data)[self.flat.offset :].norm()))
                 others.add_(theirs, alpha=weight)
                 taken += weight
         if apart:
-            self._measure_at = self.steps + 1 + min(self.steps + 1, MEASURE_EVERY)
-            self.distances.append((self.steps + 1, sum(apart) / len(apart)))
+            self.note_distance(self.steps + 1, apart)
         data.mul_(1 - taken).add_(others)
 
     def _read_news(self, peer: int) -> Tensor | None:
@@ -154,11 +173,7 @@ class AsyncGossip(InRankMemory):
             self._note_loss_of(peer)
             return None
         self._seen[peer] = version
-        late = max(0, self.pages.version(self.rank) - version)
-        self.reads = self.reads + 1
-        self.behind = self.behind + late
-        self.most_behind = max(self.most_behind, late)
-        self.bytes_read += self._page.bytes.nbytes
+        self.note_read(self._page.bytes.nbytes, self.pages.version(self.rank) - version)
         return self._page.views[0].to(self.flat.device)
 
     def _lay_out(self, at_least: int = 0) -> None:
@@ -203,5 +218,6 @@ class Page:
 
 def async_memory(memory: SyncMemory, sizes: ModelSizes) -> SyncMemory:
     """With a copy of what is laid out, the sum over neighbours, and the page that they read."""
+    # on several hosts it is less: three copies of the weights
     laid_out = aligned_bytes([sizes.buffer, *sizes.statistics])
     return replace(memory, copies=laid_out + sizes.buffer, shared=page_bytes(laid_out))

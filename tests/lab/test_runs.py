@@ -98,3 +98,22 @@ def test_copies_of_hot_rows_relieve_the_link_of_the_busiest_server(
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert ways["copies"]["predicted_speedup"] > 1.5
     assert ways["copies"]["max_over_mean_load"] < ways["owners"]["max_over_mean_load"] / 1.5
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kill", "status"), [((), 0), (("--kill", "2@5"), 1)])
+def test_asynchronous_gossip_between_hosts_trains_and_names_a_lost_worker(
+    lab: str, kill: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    words = ["run", "digits", "--on", f"lab://{lab}", "-n", "4", *kill]
+    words += ["-s", 'gossip(mode="async")', "--report", str(report)]
+    done = scripts.shoal(*words, "--", "--epochs", "1", cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    if kill:
+        assert "worker 2" in done.stderr and "was killed by SIGKILL" in done.stderr
+        return
+    for rank in json.loads(report.read_text())["ranks"]:
+        (sync,) = rank["sync"]
+        assert sync["bytes_read"] > 0 and sync["distance_to_neighbours"]

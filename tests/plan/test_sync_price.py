@@ -274,10 +274,18 @@ def test_steps_hide_an_overlapped_average_up_to_their_own_time() -> None:
     assert hidden.sent_bytes == plain.sent_bytes
 
 
-@pytest.mark.parametrize("text", ["hogwild", 'gossip(mode="async")'])
-def test_shared_memory_of_several_hosts_is_refused(text: str) -> None:
+def test_shared_memory_of_several_hosts_is_refused() -> None:
     with pytest.raises(BadInput, match="memory of one host"):
-        cost(text, alone(8))
+        cost("hogwild", alone(8))
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete", "one-peer"])
+def test_asynchronous_pairs_send_and_receive_twice_a_step_over_any_graph(graph: str) -> None:
+    """As on a ring, where each has two neighbours."""
+    found = cost(f'gossip(graph="{graph}", mode="async")', alone(8))
+    ring = cost('gossip(graph="ring")', alone(8))
+    assert found.sent_bytes == ring.sent_bytes
+    assert part(found, "neighbours") == pytest.approx(part(ring, "neighbours"), rel=0.2)
 
 
 def test_hogwild_is_bound_by_the_hosts_memory() -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.cluster.hardware import LinkSpec
+from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.rehearse.world import Train
@@ -99,6 +101,21 @@ def test_the_same_rehearsal_gives_the_same_bits_and_seconds(strategy: str) -> No
     for one, other in zip(runs[0].results, runs[1].results, strict=True):
         assert torch.equal(one, other)
     assert runs[0].spans == runs[1].spans
+
+
+@pytest.mark.parametrize(
+    "strategy", ['gossip(mode="async")', 'gossip(graph="one-peer", mode="async")']
+)
+def test_asynchronous_gossip_between_hosts_takes_the_time_of_its_messages(strategy: str) -> None:
+    cluster = load_cluster("dgx-a100")
+    cluster = replace(cluster, node=replace(cluster.node, devices=2))
+    slow = replace(cluster, node=replace(cluster.node, nic=LinkSpec("slow", 1e6, 1e-3)))
+    runs = [rehearsed(training(), strategy, 4, cluster=c) for c in (cluster, cluster, slow)]
+    first, second, slower = ([(r["losses"], r["loss_s"]) for r in run.reports] for run in runs)
+    assert first == second != slower
+    assert runs[2].seconds > runs[0].seconds + 6 * 1e-3
+    for run in runs:
+        assert all(report["steps"] == 6 for report in run.reports)
 
 
 def test_time_is_that_of_the_work() -> None:

@@ -51,7 +51,7 @@ def test_connections_that_meet_a_message_for_the_first_time_at_once() -> None:
 HANDSHAKE = {FrameKind.CHALLENGE, FrameKind.HELLO, FrameKind.WELCOME}
 ANSWERS = {FrameKind.OK, FrameKind.ERROR}
 TO_FOLLOWERS = {FrameKind.ENTRY, FrameKind.COPIED_ROWS}
-OTHER_LISTENERS = {FrameKind.COORDINATE}
+OTHER_LISTENERS = {FrameKind.COORDINATE, FrameKind.AVERAGE}
 
 
 def test_every_request_has_a_handler() -> None:

@@ -81,9 +81,9 @@ TRAITS = {
     'ps(placement="rank0", staleness=2)': "has_servers lockstep=False equals_single=False "
     "survives_loss starts_apart needs_first_replica",
     "gossip": "lockstep=False equals_single=False",
-    'gossip(mode="async")': "lockstep=False equals_single=False survives_loss needs_one_host",
+    'gossip(mode="async")': "lockstep=False equals_single=False survives_loss shares_memory",
     "hogwild": "batches=IN_TURNS lockstep=False equals_single=False survives_loss needs_one_host "
-    "needs_cpu",
+    "needs_cpu shares_memory",
     "mapreduce": "batches=WHOLE_DATASET",
     "localsgd": "lockstep=False equals_single=False",
     "localsgd(every=1)": "",
@@ -92,7 +92,7 @@ DEFAULTS = {
     "batches": "SPLIT",
     **dict.fromkeys(("lockstep", "equals_single", "communicates"), True),
     **dict.fromkeys(("survives_loss", "starts_apart", "needs_first_replica"), False),
-    **dict.fromkeys(("needs_one_host", "needs_cpu", "has_servers"), False),
+    **dict.fromkeys(("needs_one_host", "needs_cpu", "shares_memory", "has_servers"), False),
     "server_processes": 0,
     "collective_algorithm": None,
 }

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import UPDATE_KERNELS, Device
-from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.step.stragglers import expected_max, quantile_of_max
@@ -206,14 +205,6 @@ class SyncQuestion:
         low = quantile_of_max(noise, self.workers, _LOW_SHARE)
         high = quantile_of_max(noise, self.workers, 1 - _LOW_SHARE)
         return max(0.0, mean - low) * self.compute_s, max(0.0, high - mean) * self.compute_s
-
-    def refuse_several_hosts(self, name: str) -> None:
-        """What goes through the memory of one host has no price on several."""
-        if not self.on_one_host:
-            raise BadInput(
-                f"{name} goes through the memory of one host, and {self.workers} workers need "
-                f"several nodes of {self.cluster.name}, which have {self.node.devices} devices each"
-            )
 
     def buckets_of(self, bucket_bytes: float) -> int:
         return max(1, math.ceil(self.gradient_bytes / bucket_bytes))

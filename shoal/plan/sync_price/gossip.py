@@ -2,8 +2,9 @@
 
 Messages between the same two levels of the cluster share its links: a node's NICs carry what its
 workers send to other nodes, a rack's uplinks what its nodes send to other racks. Nothing of it is
-hidden. Asynchronous replicas read their neighbours' last weights from shared memory and wait for
-none. The second eigenvalue of the mixing matrix gives what gossip costs in progress.
+hidden. Asynchronous replicas of one host read their neighbours' last weights from shared memory;
+on several a pair sends each other its weights, one after the other. The second eigenvalue of the
+mixing matrix gives what gossip costs in progress.
 
 hogwild: workers update one copy of the weights in shared memory, without locks.
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
+from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import RankGroup, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
@@ -48,9 +50,10 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
         return SyncPrice((question.update_part(),), question.plain_memory())
     exchange = exchange_of(term.graph, question.group, question.cluster)
     is_async = term.mode == "async"
-    if is_async:
-        question.refuse_several_hosts('gossip(mode="async")')
-    mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
+    is_shared = is_async and question.on_one_host
+    if is_async and not is_shared:  # with one that it draws, and with one that draws it
+        exchange = Exchange(*(2 / exchange.of_port * messages for messages in exchange))
+    mixed = _shared_pages(question, exchange) if is_shared else _messages(question, exchange)
     copies = question.rollback_part(1) if _returns(term) else NO_PART
     if _returns(term):  # weights and optimizer state, in each step, which a barrier ends
         barrier_s = question.collective("all_reduce", 1).seconds + question.meetings_s(1)
@@ -65,7 +68,7 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
         parts,
         _memory(term, question),
         convergence=convergence_of(term.graph, question.replicas),
-        sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
+        sent_bytes=question.buffer_bytes * (1.0 if is_shared else exchange.sent),
         agreeing=Agreeing("gossip", graph=term.graph, is_async=is_async),
         spread_s=(0.0, 0.0) if is_async else question.synchronous_spread(),
     )
@@ -161,7 +164,8 @@ def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        return plain._replace(buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
+        pages = buffer_bytes + 3 * laid_out + _PAGE_BYTES
+        return plain._replace(buffers=pages if question.on_one_host else 3 * buffer_bytes)
     if question.replicas > MAX_WORKERS:
         steps = edges_for(term.graph, question.replicas)
         most = max(len(steps) > 1, *(int(np.bincount(hears).max()) for _, hears in steps))
@@ -184,7 +188,12 @@ _READS = 2  # of the shared weights in a step: forward and backward
 
 def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     """One worker's step, in which the others finish a batch each as well."""
-    question.refuse_several_hosts("hogwild")
+    if not question.on_one_host:
+        raise BadInput(
+            f"hogwild goes through the memory of one host, and {question.workers} workers need "
+            f"several nodes of {question.cluster.name}, which have {question.node.devices} "
+            "devices each"
+        )
     replicas = question.replicas
     pace = own_pace(question.cluster.noise, question.each)
     update = question.update_part()

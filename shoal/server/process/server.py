@@ -88,13 +88,9 @@ class Server(ConnectionService):
         self.end_connections()
 
     def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
-        with self.lock:
-            self.connections.add(connection)
-            if hello.channel == "chain":
-                self._of_chain.add(connection)
-                notice_silence(connection.sock, SILENT_COPY_S)
-            if self.closed.is_set():
-                return
+        if hello.channel == "chain":
+            self._of_chain.add(connection)
+            notice_silence(connection.sock, SILENT_COPY_S)
         Peer(self.host, connection, hello.channel, header, number).run()
 
     def forget(self, connection: Connection) -> None:

@@ -29,6 +29,7 @@ class Kind(NamedTuple):
     is_linear: bool = False  # equal for plain SGD only
     loses: tuple[str, ...] = ()  # whose loss a run survives: "worker", "server"
     copies: int = 1  # of each server
+    is_apart: bool = False  # each worker on a host of its own
 
     @property
     def saves_servers(self) -> bool:
@@ -101,6 +102,7 @@ KINDS = (
     Kind('ps(mode="async") + pp(2)', "finite", (4,), True, is_split=True),
     Kind("ps(quorum=0.5) + pp(2)", "finite", (4,), True, is_split=True),
 )
+PAIRS = Kind('gossip(mode="async")', "mean", is_apart=True)  # half of those without `is_apart`
 EXACT = ("ddp", 'ddp(algorithm="tree")', "zero(1)", "ps", "ps(servers=2)", 'ps(placement="rank0")')
 
 
@@ -258,7 +260,7 @@ class Scenario:
         """Whether a sentence is a good end: what is needed was lost, or away for too long."""
         if self._may_lose_too_much:
             return True
-        if not self.kind.has_servers:
+        if not (self.kind.has_servers or self.kind.is_apart):
             return False
         breaks = [fault for fault in self.faults if isinstance(fault, Breaks)]
         silent_s = sum(f.for_s for f in self.faults if isinstance(f, (Stop, Cut)))
@@ -289,6 +291,8 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     drawn = random.Random(seed)
     kind = drawn.choice(KINDS)
+    if kind.strategy == PAIRS.strategy and drawn.random() < 0.5:
+        kind = PAIRS
     workers = drawn.choice(kind.workers)
     is_exact = kind.strategy in EXACT and drawn.random() < 0.3
     model: Literal["counts", "mlp"] = "counts"
@@ -372,7 +376,8 @@ def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
     if scenario.kind.has_servers and drawn.random() < 0.25:
         long = Long(drawn.choice((30.0, 100.0)))
         faults = [_later(fault, long.factor) for fault in faults] + [long]
-    if scenario.kind.copies > 1 and scenario.workers > 1 and drawn.random() < 0.5:
+    may_be_apart = scenario.kind.copies > 1 and scenario.workers > 1
+    if scenario.kind.is_apart or (may_be_apart and drawn.random() < 0.5):
         faults.append(Apart())
     if scenario.kind.saves_servers and drawn.random() < 0.25:
         full = tuple(sorted(drawn.sample(range(12), drawn.choice((0, 1, 3, 6)))))
