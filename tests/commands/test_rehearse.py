@@ -95,9 +95,8 @@ def train(job):
     os.write(1, b"written")
     print("printed")
     x = torch.randn(64, 4)
-    step = job.step(
-        torch.nn.Linear(4, 4), torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=1e30)
-    )
+    sgd = partial(torch.optim.SGD, lr=1e30)
+    step = job.step(torch.nn.Linear(4, 4), torch.nn.functional.mse_loss, optimizer=sgd)
     for batch in job.batches([(x, x)] * 6):
         step(batch)
 
