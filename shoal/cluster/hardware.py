@@ -124,6 +124,15 @@ _WIDER = {
 }
 
 
+AT_PORT_S = 1e-4  # the most of an alpha that is work of the ends; the rest is distance
+
+
+def alphas_at_once(alpha_s: float, messages: float) -> float:
+    """Of so many messages that a port sends together."""
+    at_port_s = min(alpha_s, AT_PORT_S)
+    return at_port_s * messages + alpha_s - at_port_s if messages else 0.0
+
+
 @dataclass(frozen=True)
 class LinkSpec:
     """A kind of link, in one direction; both directions work at the same time."""

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
+from shoal.cluster.hardware import AT_PORT_S
 from shoal.cluster.topology import ClusterTopology
 from shoal.schedules.collectives import Collective
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-_AT_PORT_S = 1e-4  # the most of an alpha that is work of the ends; the rest is distance
 _SAME = 1e-9  # shares and moments that differ by this much, relatively, are the same
 
 
@@ -189,7 +189,7 @@ class Ways(NamedTuple):
     @property
     def at_ports_s(self) -> Floats:
         """What of the alphas occupies ports."""
-        return np.minimum(self.alphas_s, _AT_PORT_S)
+        return np.minimum(self.alphas_s, AT_PORT_S)
 
     def only(self, which: Any) -> Ways:
         return Ways(*(column[which] for column in self))

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.cluster import Cluster
+from shoal.cluster.hardware import alphas_at_once
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 from shoal.strategy.strategy import Layout
@@ -311,7 +312,7 @@ def _all_to_all(cluster: Cluster, group: RankGroup, num_bytes: float) -> Collect
     """Every rank sends V/p to each other one; what leaves a node or a rack shares its links."""
     places = on_nodes(cluster, group)
     way = hops(cluster, group)
-    alpha_s = way[-1].alpha_s * (group.size - 1)
+    alpha_s = alphas_at_once(way[-1].alpha_s, group.size - 1)
     part = num_bytes / group.size
     parts = []
     if places.inside > 1:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
+from shoal.cluster.hardware import alphas_at_once
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import RankGroup, hops
@@ -131,7 +132,7 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
         uplinks = nodes * node.nics * node.nic.rate / cluster.oversubscription
         candidates.append((exchange.of_rack * message / uplinks, way[-1].words))
     seconds, bound = max(candidates)
-    alpha_s = max(hop.alpha_s for hop in way) * exchange.of_port
+    alpha_s = alphas_at_once(max(hop.alpha_s for hop in way), exchange.of_port)
     return Part("neighbours", alpha_s + seconds + _sum_s(question, exchange), bound)
 
 
