@@ -7,6 +7,7 @@ One process runs all workers and servers of a strategy, one at a time, in virtua
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import sys
@@ -30,12 +31,12 @@ from shoal.commands.compared import (
     strategies_of,
     target_loss_of,
 )
-from shoal.commands.launching import check_folder, command_for, config_for, run_quietly
+from shoal.commands.launching import WorkersOptions, command_for, config_for, run_quietly
 from shoal.commands.options import option
 from shoal.commands.output import Part, shares_of_time, show
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.losses.lost_workers import taking_back
+from shoal.launch.losses.lost_workers import run_report, taking_back
 from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
 from shoal.observe.time_shares import all_shares, write_chrome
@@ -111,6 +112,10 @@ def rehearse(
     until: str | None = options.UNTIL,
     seed: int | None = options.SEED,
     trace: Path | None = options.TRACE,
+    record: Path | None = option(
+        "Keep timeline, losses and report of the last strategy in DIR, for shoal report.",
+        metavar="DIR",
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Train on a cluster that you do not have, in one process: which strategy is there first?
@@ -121,7 +126,7 @@ def rehearse(
     """
     from shoal.rehearse.pace import uneven_of  # loads torch
 
-    check_folder(trace, "a trace")
+    files = WorkersOptions(trace=trace, record=record).files
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
     if any(as_strategy(name) == as_strategy("single") for name in strategy or ()):
         names = ["single", *names]  # on one worker, for the others to be compared with
@@ -152,8 +157,11 @@ def rehearse(
     )
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
-    if trace is not None and stage.spans:
-        say(write_chrome(stage.spans, trace))
+    if stage.latest is not None:
+        for file in files.traces:
+            say(write_chrome(stage.latest.spans, file))
+        for file in files.reports:
+            file.write_text(json.dumps(stage.report(command, cluster or THIS_MACHINE)))
     shown = [outcome for outcome in stage.outcomes if outcome.ran]
     document = {
         "script": script,
@@ -162,7 +170,7 @@ def rehearse(
         "seed": seed or 0,
         "runs": [one.to_json() | stage.more[one.strategy] for one in stage.outcomes],
     }
-    parts = _parts(stage, document, until, trace is not None and bool(stage.spans))
+    parts = _parts(stage, document, until, bool(files.traces))
     show(document, parts, as_json, width=80, wraps=True)
     if not shown:
         raise typer.Exit(2 if all(one.refused for one in stage.outcomes) else 1)
@@ -183,7 +191,17 @@ class _Stage:
     ready: tuple[tuple[float, float], ...]  # as in WorkerTimes
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
-    spans: Any = None  # of the latest
+    latest: Any = None  # what the latest came to, as `world.Rehearsed`
+
+    def report(self, command: Sequence[str], cluster: str) -> dict[str, Any]:
+        """Of the latest, as `shoal run --record` writes it."""
+        from shoal.commands.run import recorded  # only where needed
+
+        name = next(one.strategy for one in reversed(self.outcomes) if one.ran)
+        workers = len(self.latest.result.reports)
+        about = recorded(command, workers, config_for(as_strategy(name)), cluster)
+        found = run_report(name, workers, self.latest.result)
+        return found | about | {"rehearsed": self.hardware.name}
 
     def rehearse_script(self, words: list[str], names: Sequence[str], until: float | None) -> None:
         """Run a script up to `shoal.run`, and rehearse its training function from there."""
@@ -234,7 +252,7 @@ class _Stage:
         run = ComparedRun(len(self.outcomes), name, workers, "")
         found = outcome_from(run, done.reports, done.spans, single, losses, until)
         self.outcomes.append(replace(found, cpu_s_per_step=None))  # all are in one process
-        self.spans = done.spans
+        self.latest = done
         busiest = next(iter(done.link_bytes.items()), None)
         self.more[name] = {
             "virtual_s": done.seconds,
@@ -243,6 +261,7 @@ class _Stage:
             "link_bytes": done.link_bytes,
             "busiest": busiest,
             "said": done.said,
+            "missed_updates": _missed(done.reports) if found.staleness else {},
         }
 
 
@@ -272,9 +291,17 @@ def _progress(name: str) -> Callable[[Any], None]:
     return progress
 
 
+def _missed(reports: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many updates there were between a pull and its push, and how often."""
+    servers = [one["servers"][0] for one in reports[0]["sync"] if one.get("servers")]
+    return servers[0].get("missed_updates") or {} if servers else {}
+
+
 def _parts(
     stage: _Stage, document: dict[str, Any], until: str | None, shows_spans: bool
 ) -> list[Part]:
+    from shoal.sync.ps.summary import histogram  # loads torch
+
     outcomes = stage.outcomes
     title = (
         f"{document['script']} rehearsed on {counted(stage.workers, 'worker')} of "
@@ -293,7 +320,15 @@ def _parts(
             link = more["busiest"]
             carried = f", {show_bytes(link[1])} over {link[0]}" if link else ""
             took = show_seconds(more["virtual_s"])
-            lines = [*more["said"], f"the last worker ends after {took}{carried}"]
+            missed = histogram(more["missed_updates"])
+            late = f"updates between a pull and its push, and how often: {missed}"
+            lines = [
+                *([late] if missed else []),
+                *more["said"],
+                f"the last worker ends after {took}{carried}",
+            ]
             said += [f"{one.strategy}: {line}" for line in lines]
-    shares = shares_of_time(all_shares(stage.spans)) if shows_spans else []
+    shares = []
+    if shows_spans and stage.latest is not None:
+        shares = shares_of_time(all_shares(stage.latest.spans))
     return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]

@@ -29,7 +29,7 @@ from shoal.launch.here.processes import ProcessExit, Role
 from shoal.launch.here.supervisor import SignalEvents, Supervisor
 from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
 from shoal.launch.losses.lost_servers import ServerPolicy
-from shoal.launch.losses.lost_workers import LossPolicy, tolerance_of
+from shoal.launch.losses.lost_workers import LossPolicy, RunResult, tolerance_of
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
 from shoal.rehearse.executor import Virtual, VirtualElasticGroup, VirtualRanks
@@ -86,6 +86,7 @@ class Rehearsed:
     link_bytes: dict[str, float]
     spans: Trace
     said: list[str]  # by the launcher: who was lost, and what became of it
+    result: RunResult  # as of a run
 
 
 def rehearse(train: Train, spec: RehearsalSpec) -> Rehearsed:
@@ -158,6 +159,7 @@ class _Rehearsal:
         for recorder in self._recorders:
             spans.setdefault(recorder.process, []).extend(recorder.spans)
         ranks = range(self.spec.workers)
+        found = tuple(self._reports.get(rank) for rank in ranks)
         return Rehearsed(
             max((ns for report in self._reports.values() for ns in report["loss_s"]), default=0.0),
             [self._reports[rank] for rank in ranks if rank in self._reports],
@@ -165,6 +167,7 @@ class _Rehearsal:
             self.network.link_bytes,
             spans,
             self._said,
+            replace(self._result, reports=found),
         )
 
     # ------------------------------------------------------------------ processes
@@ -202,7 +205,7 @@ class _Rehearsal:
             told = (run_dir, policy, self._server_policy, say, workers, servers)
             supervisor = Supervisor(*told, events=self._events)
             supervisor.run(*roles)
-        supervisor.result(workers, SignalEvents(self._events.put), write)
+        self._result = supervisor.result(workers, SignalEvents(self._events.put), write)
 
     def _start_server(self, index: int) -> None:
         self._server_policy.started(index, os.getpid())

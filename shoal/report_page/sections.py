@@ -44,6 +44,7 @@ def about(run: RecordedRun) -> Items:
     facts = {
         "script": script.removeprefix("-m "),
         "strategy": report["strategy"],
+        "rehearsed": f"on {report['rehearsed']}, in virtual time" if "rehearsed" in report else "",
         "workers": f"{run.workers}{servers}",
         "steps": report["steps"],
         "training": f"{(last - first) / 1e9:.2f} s (the whole run: {report['seconds']:.1f} s)",

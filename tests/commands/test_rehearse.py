@@ -37,6 +37,19 @@ def test_losses_and_seconds_of_each_strategy(tmp_path: Path) -> None:
     assert {"server 0", 0, 1} == set(open_trace(trace))
 
 
+def test_a_recorded_rehearsal_has_the_page_of_a_run(tmp_path: Path) -> None:
+    asked = ("-s", 'ps(mode="async")', "--slow", "1:3x", "--record", str(tmp_path / "kept"))
+    shown = shoal("rehearse", *SHORT, *asked)
+    assert shown.exit_code == 0, shown.stderr
+    assert "updates between a pull and its push, and how often: 0:" in shown.stdout
+    report = json.loads((tmp_path / "kept" / "report.json").read_text())
+    assert report["rehearsed"] == "dgx-a100" and report["steps"] == 6
+    assert [len(rank["losses"]) for rank in report["ranks"]] == [6, 6]
+    page = shoal("report", str(tmp_path / "kept"), "-o", str(tmp_path / "page.html"))
+    assert page.exit_code == 0, page.stderr
+    assert "on dgx-a100, in virtual time" in (tmp_path / "page.html").read_text()
+
+
 def test_a_strategy_that_is_refused_does_not_hide_the_others() -> None:
     document = document_of("-s", "ddp", "-s", "ddp(elastic=True)", "--restart", "1")
     refused, ran = document["runs"]

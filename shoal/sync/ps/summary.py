@@ -56,7 +56,7 @@ def summarize(
     if stats and not rule.is_synchronous and "workers" in stats[0]:
         leader = stats[0]
         sentences += [f"{counted} {w}: {_pushes_of(leader, w, rule)}" for w in leader["workers"]]
-        if missed := _histogram(leader["missed_updates"]):
+        if missed := histogram(leader["missed_updates"]):
             sentences.append(f"updates between a pull and its push, and how often: {missed}")
     lost = sum(server.get("lost_pushes", 0) for server in stats)
     if lost:
@@ -77,7 +77,7 @@ def summarize(
     return sentences
 
 
-def _histogram(counts: Mapping[str, int]) -> str:
+def histogram(counts: Mapping[str, int]) -> str:
     """How often each number; those of two digits together."""
     found = {key: count for key, count in counts.items() if int(key) < 10}
     if more := sum(counts.values()) - sum(found.values()):
