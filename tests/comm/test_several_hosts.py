@@ -49,6 +49,13 @@ def test_a_strategy_over_two_hosts_equals_one_device(
     assert len(ended.losses) == 2 * per_host
 
 
+def test_asynchronous_gossip_averages_pairs_over_tls(cluster: Cluster) -> None:
+    port = free_port(cluster.hosts[0])
+    ended = finish(cluster.start(port, 'gossip(mode="async")', 2, SHOAL_TRUSTED_NETWORK="0"))
+    assert ended.statuses == (0, 0), ended.output[-3000:]
+    assert len(ended.losses) == 4 and all(last < first for first, last in ended.losses)
+
+
 def test_without_a_key_nothing_starts_but_in_a_trusted_network(cluster: Cluster) -> None:
     none = {"SHOAL_SECRET": "", "XDG_CONFIG_HOME": "/nonexistent"}
     ended = run(cluster, "ddp", 1, SHOAL_TRUSTED_NETWORK="1", **none)
