@@ -180,9 +180,10 @@ class _Rehearsal:
         self.time.current.group = VirtualProcess("launcher", 0)
         self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
         policy = LossPolicy(run_dir, workers, self._tolerance, say)
+        policy.restart_s = self.spec.losses.restart_s
         self._server_policy = ServerPolicy(servers, self._replication, say, are_here=False)
         write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
-        time, restart_s = self.time, self.spec.losses.restart_s
+        time, restart_s = self.time, policy.restart_s
         later = lambda act, rank: time.at(time.now_s + restart_s, partial(act, rank))  # noqa: E731
         roles = (
             VirtualRole("worker", workers, self.processes, partial(later, self._start_worker)),

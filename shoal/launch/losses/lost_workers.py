@@ -255,6 +255,7 @@ class LossPolicy:
         self.memory_kills = OutOfMemoryKills()
         self.lost: list[LostWorker] = []
         self.too_few: str | None = None  # why the run ends: a sentence
+        self.restart_s = 0.0  # from a loss to the start of the next process
 
     def restarts(self, exit: ProcessExit) -> bool:
         """Whether a worker whose loss the run survives is started again now."""
@@ -262,7 +263,7 @@ class LossPolicy:
         if lost is None or lost.rank != exit.rank:
             return False
         self._start_later(replace(lost, away="returned"))
-        self._started_ns[exit.rank] = clock.monotonic_ns()
+        self._started_ns[exit.rank] = clock.monotonic_ns() + round(1e9 * self.restart_s)
         return True
 
     def _start_later(self, worker: LostWorker) -> None:
