@@ -251,7 +251,7 @@ class _Stage:
             return
         run = ComparedRun(len(self.outcomes), name, workers, "")
         found = outcome_from(run, done.reports, done.spans, single, losses, until)
-        self.outcomes.append(replace(found, cpu_s_per_step=None))  # all are in one process
+        self.outcomes.append(found)
         self.latest = done
         busiest = next(iter(done.link_bytes.items()), None)
         self.more[name] = {

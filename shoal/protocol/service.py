@@ -14,7 +14,7 @@ from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.runtime import clock
-from shoal.runtime.acceptor import Greeter, Strangers
+from shoal.runtime.acceptor import GRACE_S, Greeter, Strangers
 from shoal.runtime.config import TlsConfig
 
 MAX_REASONS = 64
@@ -28,7 +28,7 @@ class ConnectionService(AbstractContextManager["ConnectionService"]):
         self.secret = secret
         self.listeners = _listen(addresses, tls)
         self.refused: Counter[str] = Counter()
-        self.strangers = Strangers()
+        self.strangers = Strangers(grace_s=GRACE_S)
         self._greeter = Greeter("shoal-serve", self.strangers, self._count)
         self.connections: set[Connection] = set()  # that have proven the secret
         self.lock = clock.Lock()

@@ -141,8 +141,11 @@ class VirtualSocket:
     def setsockopt(self, level: int, option: int, value: int) -> None:
         return None
 
-    def getpeername(self) -> str:
-        return ""
+    def getpeername(self) -> tuple[str, int]:
+        """The host of the peer, by name: a listener counts those that come from one."""
+        assert self._peer is not None
+        node = self._peer.place.device // self._network.cluster.node.devices
+        return f"node-{node}", 0
 
     def fileno(self) -> int:
         return -1

@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -65,8 +65,9 @@ class VirtualTime:
         self._numbers = itertools.count()
         self._here = threading.local()
         self._loaded: RandomState | None = None
-        self._fibers: list[Fiber] = []
-        self._crowd = 1  # so many are looked through for those that are over
+        self._first: Fiber | None = None
+        self._fibers: dict[Fiber, None] = {}  # those that are not over
+        self._groups: defaultdict[object, dict[Fiber, None]] = defaultdict(dict)
         self._over = threading.Event()
 
     # ------------------------------------------------------------------ from outside
@@ -86,7 +87,7 @@ class VirtualTime:
             finally:
                 self._end_all()
 
-        fiber = self.spawn("rehearsal", first, None)
+        fiber = self._first = self.spawn("rehearsal", first, None)
         thread_switch(self._ready.popleft())
         try:
             self._over.wait()
@@ -100,10 +101,10 @@ class VirtualTime:
 
     def _end_all(self) -> None:
         me = self.current
-        for fiber in self._fibers:
+        for fiber in list(self._fibers):
             if fiber is not me:
                 self.end(fiber)
-        while any(not fiber.is_over for fiber in self._fibers if fiber is not me):
+        while len(self._fibers) > 1:
             self.sleep(0.0)
 
     def end(self, fiber: Fiber) -> None:
@@ -114,9 +115,8 @@ class VirtualTime:
 
     def end_group(self, group: object) -> None:
         """A process has exited or is killed: all of its fibers end, this one at its next wait."""
-        for fiber in self._fibers:
-            if fiber.group is group:
-                self.end(fiber)
+        for fiber in list(self._groups.pop(group, ())):
+            self.end(fiber)
 
     # ------------------------------------------------------------------ fibers
 
@@ -141,10 +141,7 @@ class VirtualTime:
     ) -> Fiber:
         """A fiber that begins when the present one waits. `thread` runs it, where one is given."""
         fiber = Fiber(name, worker, group)
-        if len(self._fibers) >= self._crowd:
-            self._fibers = [known for known in self._fibers if not known.is_over]
-            self._crowd = 2 * len(self._fibers) + 1
-        self._fibers.append(fiber)
+        self._fibers[fiber] = self._groups[group][fiber] = None
 
         def whole() -> None:
             self._here.fiber = fiber
@@ -165,9 +162,11 @@ class VirtualTime:
 
     def _finish(self, fiber: Fiber) -> None:
         fiber.is_over = True
+        del self._fibers[fiber]
+        self._groups[fiber.group].pop(fiber, None)
         for waiter in fiber.waiters:
             self.wake(waiter)
-        if fiber is self._fibers[0]:
+        if fiber is self._first:
             self._over.set()
         else:
             thread_switch(self._next())
@@ -242,13 +241,14 @@ class VirtualTime:
 
     def _hang(self) -> None:
         """Nothing will ever happen: say who waits for what, and end."""
-        waits = [f"{f.name} for {f.doing}" for f in self._fibers if not f.is_over and f.doing]
+        waits = [f"{f.name} for {f.doing}" for f in self._fibers if f.doing]
         shown = "; ".join(waits[:8]) or "no fiber is left"
         self._abandon(ShoalError(f"the rehearsal hangs at {self.now_s:.3f} s of its time: {shown}"))
 
     def _abandon(self, error: BaseException) -> None:
         self.error = self.error or error
-        for fiber in [*self._fibers[1:], self._fibers[0]]:
+        first, *others = self._fibers
+        for fiber in [*others, first]:
             self.end(fiber)
 
     def _load(self, worker: RandomState | None) -> None:

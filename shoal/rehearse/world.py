@@ -114,9 +114,10 @@ class _Rehearsal:
             config, coordinator=_COORDINATOR if self._replication.is_on else None
         )
         check_faults(self._config, spec.workers, servers)
-        told = (spec.strategy, spec.workers, losses.restarts)
-        self._tolerance = None if ends else tolerance_of(*told)
-        self._may_lose = bool(losses) and self._tolerance is not None
+        tolerance = tolerance_of(spec.strategy, spec.workers, losses.restarts)
+        may_lose = bool(losses) and not ends  # what fails unplanned ends the rehearsal, too
+        self._tolerance = tolerance if may_lose else None
+        self._may_lose = self._tolerance is not None
         comes_back = self._config.takes_back and spec.strategy.takes_back
         self._comes_back = comes_back and not spec.strategy.is_elastic
         self.server_devices = _devices_of_servers(spec.cluster, spec.workers, servers)

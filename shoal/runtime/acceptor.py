@@ -126,6 +126,7 @@ def service_thread(name: str, target: Callable[..., None], *args: object) -> thr
 
 
 MAX_UNAUTHENTICATED = 64
+GRACE_S = 0.5  # for a handshake, before a connection is ended for a newcomer
 _MAX_ENDING = 64  # evicted ones, until their threads have closed them
 _MAX_WAIT_S = 5.0
 _FLOOD = 0.75  # of all places, for connections of one host

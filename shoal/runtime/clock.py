@@ -22,6 +22,7 @@ Thread = threading.Thread
 Queue = queue.SimpleQueue
 monotonic = time.monotonic
 monotonic_ns = time.monotonic_ns
+process_time_ns = time.process_time_ns
 sleep = time.sleep
 lock_file = fcntl.flock
 
@@ -30,7 +31,7 @@ def check() -> None:
     """Ends a virtual thread here, where its process was killed."""
 
 
-_TIME = ("monotonic", "monotonic_ns", "sleep")
+_TIME = ("monotonic", "monotonic_ns", "process_time_ns", "sleep")
 _NAMES = ("Lock", "Condition", "Event", "Thread", "Queue", "lock_file", "check", *_TIME)
 
 

@@ -79,7 +79,7 @@ class Throughput:
         if self._calls % self._every:
             return
         self._marks.append(
-            Mark(clock.monotonic_ns(), self._steps, self._rank_samples, time.process_time_ns())
+            Mark(clock.monotonic_ns(), self._steps, self._rank_samples, clock.process_time_ns())
         )
         if len(self._marks) > _MAX_MARKS:  # keep every second one
             self._marks = self._marks[1::2]

@@ -86,7 +86,7 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.transport.tcp.connect._MOST_HANDSHAKES", 4)
-    monkeypatch.setattr("shoal.transport.tcp.connect._HANDSHAKE_GRACE_S", 0.02)
+    monkeypatch.setattr("shoal.transport.tcp.connect.GRACE_S", 0.02)
     meeting = Table(2)
     strangers: list[socket.socket] = []
     first = with_strangers(meeting.exchange(0), strangers, *[b""] * 20)

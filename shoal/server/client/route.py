@@ -18,6 +18,7 @@ from shoal.protocol.handshake import RECONNECT_S, dial
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import server_name
+from shoal.runtime.waits import Backoff
 from shoal.server.messages import SetUp
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
@@ -124,6 +125,7 @@ class Route:
 
     def connect(self, channel: Channel, timeout_s: float) -> Connection:
         start_s = clock.monotonic()
+        ended = Backoff(RETRY_S, 1.0)  # by a server that greets many others
         while True:
             try:
                 connection = self.dial(self.address, channel, timeout_s)
@@ -139,7 +141,10 @@ class Route:
                 if is_final or after_s > timeout_s or self.is_closing:
                     doing = f"connecting to {self.whom} at {self.address} ({error})"
                     raise PeerLost(self.rank, None, doing, after_s) from error
-            clock.sleep(RETRY_S)
+                if isinstance(error, Closed):
+                    ended()
+                else:
+                    clock.sleep(RETRY_S)
 
     def other_stats(self) -> list[bytes]:
         """The final counters of the other copies, as far as they answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class Member:
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
     offered: WorkerSegment | None = None  # memory on a GPU that it has not accepted yet
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
+    broken: set[Channel] = field(default_factory=set)  # channels that have lost a connection
     row_memory: dict[int, Rows] = field(default_factory=dict)  # for rows that it pulls
     residual: bytearray | None = None  # what compression has not sent yet, as last saved
     barriers: int = 0  # that it has reached
@@ -117,7 +118,8 @@ class Membership:
                 self.record_loss(member.worker, f"worker {member.worker} was started again")
             member.comes_back = member.worker in self.departed
             self.members[member.worker] = member
-            self.lock.notify_all()
+            if known is not None:
+                self.lock.notify_all()
 
     def enter(self, worker: int) -> None:
         """A worker that came back takes its place: the others wait for it again."""
@@ -221,20 +223,21 @@ class Membership:
 
         late = -1
 
-        def missing() -> list[int]:
-            return self._missing(number, generations)
-
         def is_reached() -> bool:
             nonlocal late
+            if number in self.lowest_at:
+                return True
             if not self._is_awaited(late, number, generations):  # else it needs no look at all
-                late = max(missing(), default=-1)  # often the last one to come
+                late = next(self._missing(number, generations), -1)
             return late < 0
 
         with self.lock:
+            missing = lambda: sorted(self._missing(number, generations))  # noqa: E731
             self.wait(worker, is_reached, missing, "a barrier")
             self.check()
-            present = self._present(number, generations)
-            return self.lowest_at.get(number, min(present, default=worker))
+            if number in self.lowest_at:
+                return self.lowest_at[number]
+            return min(self._present(number, generations), default=worker)
 
     def wait(
         self,
@@ -309,7 +312,8 @@ class Membership:
         return set(range(self._rule.workers)) - self.departed
 
     def _absent(self) -> set[int]:
-        return self._live() - self.members.keys()
+        have_joined = len(self.members) == self._rule.workers
+        return set() if have_joined else self._live() - self.members.keys()
 
     def _present(self, number: int, generations: Sequence[int] | None) -> set[int]:
         """Live workers that take part: the processes of these generations, or all but late ones."""
@@ -322,10 +326,10 @@ class Membership:
         known = {w: generation_of(members[w].incarnation) for w in self._live() if w in members}
         return {w for w, generation in known.items() if generation == named.get(w)}
 
-    def _missing(self, number: int, generations: Sequence[int] | None) -> list[int]:
-        """Those of them that have not reached it."""
-        workers = range(self._rule.workers)
-        return [w for w in workers if self._is_awaited(w, number, generations)]
+    def _missing(self, number: int, generations: Sequence[int] | None) -> Iterator[int]:
+        """Those of them that have not reached it; first the one that is often the last to come."""
+        workers = reversed(range(self._rule.workers))
+        return (w for w in workers if self._is_awaited(w, number, generations))
 
     def _is_awaited(self, worker: int, number: int, generations: Sequence[int] | None) -> bool:
         member = self.members.get(worker)
@@ -343,8 +347,7 @@ class Membership:
     def _complete_barriers(self) -> None:
         """Fix the lowest survivor of each barrier that all live workers have reached."""
         for number, generations in sorted(self.open_barriers.items()):
-            workers = reversed(range(self._rule.workers))
-            if not any(self._is_awaited(w, number, generations) for w in workers):
+            if next(self._missing(number, generations), None) is None:
                 self.lowest_at[number] = min(self._present(number, generations), default=0)
                 self.lowest_at.pop(number - 2, None)
                 del self.open_barriers[number]

@@ -233,7 +233,8 @@ class ModelHost:
             # not while workers that were lost may come back, even if all of them were
             if not (membership.is_finished if self.takes_back else membership.is_over):
                 return
-            if any(member.channels for member in membership.members.values()):
+            # those that joined last often end last
+            if any(member.channels for member in reversed(membership.members.values())):
                 return
             del self.models[model_id]
             self._released.append(model_id)

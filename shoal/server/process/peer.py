@@ -170,7 +170,8 @@ class Peer:
             member.channels[self.channel] = self._active
             if self.channel == "push":
                 member.pushes.rows.clear()  # it is sent again from its start
-            model.lock.notify_all()
+            if self.channel in member.broken:  # an earlier connection may wait for this one
+                model.lock.notify_all()
 
     def end(self, is_broken: bool) -> None:
         """The connection has ended; `is_broken`: the other side may connect again."""
@@ -220,6 +221,7 @@ class Peer:
             if not is_broken or (self.connection.is_unix and not self.host.in_chain):
                 return False
             self.connection.abort()
+            self.member.broken.add(self.channel)
             until_s = clock.monotonic() + RECONNECT_S
 
             def is_decided() -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.errors import BadInput, PeerLost, ShoalError
-from shoal.runtime.acceptor import Acceptor, Greeter, Strangers, notice_silence
+from shoal.runtime.acceptor import GRACE_S, Acceptor, Greeter, Strangers, notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.waits import Backoff
@@ -117,7 +117,6 @@ def check_tls(rank: int, said: Mapping[int, Announcement]) -> None:
 
 STREAMS = 4  # of a pair: one for small messages and control, the others for large ones
 _MOST_HANDSHAKES = 256
-_HANDSHAKE_GRACE_S = 0.5  # before a connection is ended for a newcomer
 _CHECK_S = 0.1
 _UNSENT_BYTES = 256 << 10  # more would wait in one stream while another one is free
 Exchange = Callable[[bytes], list[bytes]]  # an all-gather of bytes
@@ -157,7 +156,7 @@ class _Listener:
         host, port = self._acceptor.sock.getsockname()[:2]
         flaw = tls.own_flaw(spec.tls, host)
         self.announcement = Announcement(host, port, spec.tls.is_mutual, flaw)
-        self._greeter = Greeter("shoal-tcp", Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S))
+        self._greeter = Greeter("shoal-tcp", Strangers(_MOST_HANDSHAKES, GRACE_S))
         self._greeter.start(self._accept, self._greet)
 
     def await_streams(self, deadline_s: float) -> None:
