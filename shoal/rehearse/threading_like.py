@@ -218,7 +218,7 @@ class VirtualThread(threading.Thread):
 
     def join(self, timeout: float | None = None) -> None:
         assert self._fiber is not None
-        self.time.join(self._fiber)
+        self.time.join(self._fiber, math.inf if timeout is None else timeout)
 
     def is_alive(self) -> bool:
         return self._fiber is not None and not self._fiber.is_over

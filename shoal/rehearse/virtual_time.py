@@ -171,9 +171,12 @@ class VirtualTime:
         else:
             thread_switch(self._next())
 
-    def join(self, fiber: Fiber) -> None:
-        while not fiber.is_over:
-            fiber.waiters.append(self.current)
+    def join(self, fiber: Fiber, timeout_s: float = math.inf) -> None:
+        me, end_s = self.current, self.now_s + timeout_s
+        if timeout_s < math.inf:
+            self.at(end_s, lambda: self.wake(me))
+        while not fiber.is_over and self.now_s < end_s:
+            fiber.waiters.append(me)
             self.park(f"the end of {fiber.name}")
 
     # ------------------------------------------------------------------ waiting

@@ -180,7 +180,7 @@ class _Rehearsal:
         self._events: Any = clock.Queue()
         self.time.current.group = VirtualProcess("launcher", 0)
         self._addresses = tuple(f"virtual:server-{index}" for index in range(servers))
-        policy = LossPolicy(run_dir, workers, self._tolerance, say)
+        policy = LossPolicy(run_dir, workers, self._tolerance, say, is_planned=lambda exit: True)
         policy.restart_s = self.spec.losses.restart_s
         self._server_policy = ServerPolicy(servers, self._replication, say, are_here=False)
         write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731

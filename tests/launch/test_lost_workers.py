@@ -28,6 +28,7 @@ from shoal.launch.losses.lost_workers import (
     tolerance_of,
 )
 from shoal.runtime.files import StepCount
+from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir, read
 from shoal.strategy.strategy import parse
 from tests import forked
@@ -118,6 +119,16 @@ def decide(run_dir: RunDir, returncode: int, error: Exception | None, **options:
         report_failure(run_dir, 1, error)
     policy = LossPolicy(run_dir, 3, Tolerance("hogwild", **options), print)
     return ends(policy, 1, returncode)
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_planned_kill_is_none_for_memory(
+    run_dir: RunDir, said: list[str], monkeypatch: pytest.MonkeyPatch, is_planned: bool
+) -> None:
+    monkeypatch.setattr(OutOfMemoryKills, "has_struck", lambda kills: True)
+    options = (Tolerance("hogwild", restarts=1), said.append, lambda exit: is_planned)
+    assert ends(LossPolicy(run_dir, 2, *options), 1)
+    assert ("out-of-memory" in said[0]) is not is_planned
 
 
 @pytest.mark.parametrize(

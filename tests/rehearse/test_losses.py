@@ -261,6 +261,11 @@ def test_files_of_events_are_checked(tmp_path: Path, text: str, why: str) -> Non
         reading([], tmp_path / "events.toml")
 
 
+def test_a_host_is_not_lost_at_a_step() -> None:
+    with pytest.raises(BadInput, match="a host has no steps; it is lost at a moment"):
+        reading(["host:1@20"])
+
+
 def test_no_time_between_failures_is_refused() -> None:
     refused: Callable[[], Any] = partial(reading, [], None, "0s")
     with pytest.raises(BadInput, match="--mtbf"):

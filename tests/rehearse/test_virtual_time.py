@@ -38,6 +38,18 @@ def test_time_passes_only_where_all_wait() -> None:
     assert log == [(2.0, "b"), (3.0, "a"), (4.0, "b"), (6.0, "a")]
 
 
+def test_a_thread_is_joined_for_so_long() -> None:
+    def body(time: VirtualTime) -> list[tuple[float, bool]]:
+        thread, found = clock.Thread(target=clock.sleep, args=(3.0,)), []
+        thread.start()
+        for timeout in (2.0, 2.0, None):
+            thread.join(timeout)
+            found.append((time.now_s, thread.is_alive()))
+        return found
+
+    assert in_virtual_time(body) == [(2.0, True), (3.0, False), (3.0, False)]
+
+
 def test_a_lock_goes_to_the_one_that_waits_longest() -> None:
     taken: list[int] = []
 

@@ -26,7 +26,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.here import output
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
 from shoal.launch.here.process_config import SERVER_COMMAND, SINGLE_COPY, Replication
-from shoal.launch.here.processes import Processes
+from shoal.launch.here.processes import Processes, ProcessExit
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
 from shoal.launch.here.template import Template
@@ -198,7 +198,11 @@ class Run:
                 show, record = on_progress, {"rank": rank, "state": state}
                 self.sink.call(lambda: show(record))
 
-        policy = LossPolicy(self.run_dir, spec.workers, spec.tolerance, self.say)
+        def is_planned(exit: ProcessExit) -> bool:
+            name = str(exit.rank) if exit.role == "worker" else f"server:{exit.rank}"
+            return any(text.startswith(f"{name}@") for text in spec.config.kill)
+
+        policy = LossPolicy(self.run_dir, spec.workers, spec.tolerance, self.say, is_planned)
         counts = (spec.started, spec.servers, spec.config.grace_s)
         told = (*counts, self.events, note_state)
         return Supervisor(self.run_dir, policy, servers, self.say, *told)

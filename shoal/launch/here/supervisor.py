@@ -204,7 +204,7 @@ class Supervisor:
                 read_failure(self.run_dir, exit.rank) if exit.role == "worker" else None,
                 stderr[exit.role][exit.rank].tail(),
                 exit.role,
-                self.policy.memory_kills.has_struck(),
+                self.policy.memory_ran_out(exit),
                 self.server_policy.sentence(exit.rank) if exit.role == "server" else "",
             )
             for exit in (self.failed if succeeded or self.failed else errors)

@@ -239,8 +239,14 @@ class LossPolicy:
     """Decides for each worker that has exited whether the run continues."""
 
     def __init__(
-        self, run_dir: RunDir, workers: int, tolerance: Tolerance | None, say: Callable[[str], None]
+        self,
+        run_dir: RunDir,
+        workers: int,
+        tolerance: Tolerance | None,
+        say: Callable[[str], None],
+        is_planned: Callable[[ProcessExit], bool] = lambda exit: False,
     ):
+        """`is_planned(exit)`: it was to be killed, and not by the kernel for its memory."""
         self._run_dir = run_dir
         self._workers = workers
         self._tolerance = tolerance
@@ -252,10 +258,15 @@ class LossPolicy:
         self._later: list[LostWorker] = []  # those that were started again, or asked for
         self._absent: set[int] = set()  # those that were not started, or came too late
         self._shares = SPLIT if tolerance is None else tolerance.shares
-        self.memory_kills = OutOfMemoryKills()
+        self._is_planned = is_planned
+        self._memory_kills = OutOfMemoryKills()
         self.lost: list[LostWorker] = []
         self.too_few: str | None = None  # why the run ends: a sentence
         self.restart_s = 0.0  # from a loss to the start of the next process
+
+    def memory_ran_out(self, exit: ProcessExit) -> bool:
+        """Whether this may be why a process was killed."""
+        return not self._is_planned(exit) and self._memory_kills.has_struck()
 
     def restarts(self, exit: ProcessExit) -> bool:
         """Whether a worker whose loss the run survives is started again now."""
@@ -339,7 +350,7 @@ class LossPolicy:
         if not tolerance.from_start and not self._run_dir.all_joined.exists():
             return False
         report = read_failure(self._run_dir, exit.rank)
-        struck = self.memory_kills.has_struck()
+        struck = self.memory_ran_out(exit)
         failure = ProcessFailure(
             exit.rank, exit.returncode, exit.noticed_ns, report, out_of_memory=struck
         )

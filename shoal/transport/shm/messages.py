@@ -38,6 +38,7 @@ class ShmWork:
         self.after: Callable[[], None] | None = None
         self.source = -1
         self.is_done = False
+        self._error: ShoalError | None = None  # of a message that has failed
         self.is_send = is_send
 
     def _whom(self) -> str:
@@ -49,8 +50,15 @@ class ShmWork:
         return self.is_done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self.is_done:
-            return
+        if not self.is_done:
+            try:
+                self._end(timeout_s)
+            except ShoalError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def _end(self, timeout_s: float | None) -> None:
         segment = self._transport.segment
         timeout_ns = segment.timeout_ns if timeout_s is None else int(timeout_s * 1e9)
         with waiting(f"rank {segment.rank}", self._whom, self._doing):
