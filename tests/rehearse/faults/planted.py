@@ -11,6 +11,7 @@ from shoal.server import messages
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import ChainManager
 from shoal.server.consistency import ImpossiblePush, Ledger, PushVerdict
+from shoal.server.member.runtime import ChainRuntime
 from shoal.server.model.shard import PushBuffer
 from shoal.server.model.state import ModelState
 from shoal.train.step.cut_batch import BatchCutter
@@ -61,10 +62,21 @@ def _a_copy_comes_back_as_itself(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(ChainManager, "_is_alive", is_alive))
 
 
+def _any_epoch_is_served(stack: ExitStack) -> None:
+    """A server takes requests of another epoch of its chain for those of its own."""
+    check = ChainRuntime.check_epoch
+
+    def checked(self: ChainRuntime, epoch: int) -> None:
+        check(self, self.node.epoch)
+
+    stack.enter_context(mock.patch.object(ChainRuntime, "check_epoch", checked))
+
+
 MISTAKES: dict[str, Callable[[ExitStack], None]] = {
     "lost-acknowledgement": _push_counts_again,
     "unweighted-gradient": _gradients_without_weights,
     "stale-incarnation": _a_copy_comes_back_as_itself,
+    "stale-epoch": _any_epoch_is_served,
 }
 
 
