@@ -281,6 +281,12 @@ class Scenario:
     @property
     def _may_lose_too_much(self) -> bool:
         killed = [kill.name.split()[0] for kill in self.kills]
+        if self.kind.strategy.startswith("zero") and len(killed) > 1:
+            # a shard is on two workers, until both are lost before the others have noticed it
+            away_s = sum(f.for_s for f in self.faults if isinstance(f, (Stop, Cut, Silent)))
+            moments_s = [kill.at_s for kill in self.kills]
+            if max(moments_s) - min(moments_s) < 0.1 + away_s:
+                return True
         is_survived = set(killed) <= set(self.kind.loses)
         return not is_survived or killed.count("worker") >= self.workers or not self.has_whole_log
 
