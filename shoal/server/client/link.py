@@ -66,6 +66,7 @@ class ServerLink:
         self._tracer = tracer
         self._queues: dict[Channel, WorkQueue] = {}
         self._unacknowledged: dict[Channel, list[Request]] = {}
+        self._failures: dict[Channel, ShoalError] = {}  # of a request that has no answer
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp:
         """Describe the model; `descriptor` is memory to share with a server of this host."""
@@ -151,6 +152,16 @@ class ServerLink:
 
     def call(self, channel: Channel, request: Request) -> Reply:
         """Carry out a request now, in this thread: sent again while connections break."""
+        if (failure := self._failures.get(channel)) is not None:
+            raise failure  # what came before is missing there
+        try:
+            return self._carry_out(channel, request)
+        except ShoalError as error:
+            if not request.is_answered:
+                self._failures[channel] = error
+            raise
+
+    def _carry_out(self, channel: Channel, request: Request) -> Reply:
         began_ns = clock.monotonic_ns()
         unacknowledged = self._unacknowledged[channel]
         to_send = [request]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.rehearse.faults.scenario import (
+    BOTH,
     SERVED,
     SERVERS,
     WORKERS,
@@ -15,6 +16,7 @@ from tests.rehearse.faults.scenario import (
     Kind,
     Restarts,
     Scenario,
+    Silent,
     Slow,
     Stop,
 )
@@ -112,5 +114,22 @@ FOUND: dict[str, Scenario] = {
         microbatches=2,
         saves=True,
         faults=(AnyOrder(), FullDisk(save=2, num_bytes=986)),
+    ),
+    # its gradients were not sent, and the push was committed without them
+    "a worker that finds no head after a long stop finds one for its commit": Scenario(
+        3833,
+        Kind("ps(replicas=2, quorum=0.5)", "log", SERVED, True, loses=BOTH, copies=2),
+        1,
+        "counts",
+        samples=29,
+        batch=8,
+        epochs=2,
+        faults=(
+            AnyOrder(),
+            Stop("worker 0", 0.0823, 12.8655),
+            Breaks(1, 4000, 0.01),
+            Kill("server 0", 0.051),
+            Silent(0.5),
+        ),
     ),
 }
