@@ -108,10 +108,14 @@ def share_on_hosts(
 
 
 def join_hosts(
-    topology: Topology, local: SharedMemory, exchange: Exchange, timeout_s: float,
-    network: HostNetwork, check: Callable[[], None] = lambda: None,
+    topology: Topology,
+    local: SharedMemory,
+    exchange: Exchange,
+    timeout_s: float,
+    network: HostNetwork,
+    check: Callable[[], None] = lambda: None,
     tell: Callable[[TcpEngine | None], None] = lambda engine: None,
-) -> SharedMemory | Hierarchical:  # fmt: skip
+) -> SharedMemory | Hierarchical:
     """TCP between hosts, where there are several; all ranks call it.
 
     `check` as in `open_engine`. `tell` gets the engine, and None before it is closed on an error.

@@ -41,12 +41,16 @@ def show(
 ) -> None:
     """Print the document as JSON, or else these tables and lines, which `wraps` breaks."""
     if as_json:
-        print(json.dumps(_finite(document), allow_nan=False))
+        print(json_text(document))
         return
     console = wide_console(width)
     for part in parts:
         shown = wrapped(part, console.width) if wraps and not isinstance(part, Table) else part
         console.print(shown, soft_wrap=not isinstance(part, Table), markup=False)
+
+
+def json_text(document: Any) -> str:
+    return json.dumps(_finite(document), allow_nan=False)
 
 
 def _finite(document: Any) -> Any:

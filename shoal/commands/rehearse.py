@@ -7,7 +7,6 @@ One process runs all workers and servers of a strategy, one at a time, in virtua
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -33,7 +32,7 @@ from shoal.commands.compared import (
 )
 from shoal.commands.launching import WorkersOptions, command_for, config_for, run_quietly
 from shoal.commands.options import option
-from shoal.commands.output import Part, shares_of_time, show
+from shoal.commands.output import Part, json_text, shares_of_time, show, write_text
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.losses.lost_workers import run_report, taking_back
@@ -161,7 +160,7 @@ def rehearse(
         for file in files.traces:
             say(write_chrome(stage.latest.spans, file))
         for file in files.reports:
-            file.write_text(json.dumps(stage.report(command, cluster or THIS_MACHINE)))
+            write_text(file, json_text(stage.report(command, cluster or THIS_MACHINE)))
     shown = [outcome for outcome in stage.outcomes if outcome.ran]
     document = {
         "script": script,

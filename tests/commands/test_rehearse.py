@@ -126,7 +126,10 @@ def test_a_loss_that_is_nan_is_told_and_json_stays_one_document(tmp_path: Path) 
     answer = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     (run,) = json.loads(answer.stdout)["runs"]
     assert run["losses"][-1] is None and run["losses"][0] > 0
-    shown = " ".join(shoal(*asked, "-s", "ddp").stdout.split())
+    kept = tmp_path / "kept"
+    shown = " ".join(shoal(*asked, "-s", "ddp", "--record", str(kept)).stdout.split())
+    page = shoal("report", str(kept), "-o", str(tmp_path / "page.html"))
+    assert page.exit_code == 0, page.stderr
     assert "is not a finite number" in shown and "ddp nan" in shown and "printed" not in shown
 
 

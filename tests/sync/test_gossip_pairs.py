@@ -1,4 +1,4 @@
-"""Asynchronous gossip between hosts: pairs have the mean of both, whoever asks whom."""
+"""Asynchronous gossip between hosts: a pair has the mean of both, at whichever rank it begins."""
 
 from __future__ import annotations
 
