@@ -29,6 +29,7 @@ Answers = dict[str, list[str]]  # of one file, by the name of the question
 _ASKED_IN = (
     *("tests.runtime.test_one_home", "tests.strategy.test_terms_describe_themselves"),
     *("tests.test_layers", "tests.test_names", "tests.test_python_versions"),
+    "tests.test_budget",
 )
 _questions: dict[str, Question] = {}
 
