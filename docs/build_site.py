@@ -75,7 +75,8 @@ def drawn(words: list[str]) -> str:
 
 def in_site(text: str) -> str:
     """A page of the root, with links as they are inside of docs/."""
-    text = text.replace("](docs/", "](").replace("](README.md", "](index.md")
+    text = text.replace("](docs/", "](").replace('src="docs/', 'src="')
+    text = text.replace("](README.md", "](index.md")
     return re.sub(r"\[([^]]+)\]\(examples/[^)]*\)", r"`\1`", text)
 
 

@@ -7,6 +7,7 @@ from html import escape
 FONT = "text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}"
 WORDS = """.title{font-size:20px;font-weight:700}.name{font-size:15px;font-weight:700}
 .note{font-size:13px;fill:#5a6675}"""
+DARK = "@media(prefers-color-scheme:dark){svg{filter:invert(.93) hue-rotate(180deg)}}"
 TIP = (  # of an arrow: marker_end="url(#tip)"
     '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
     'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'
@@ -50,6 +51,6 @@ def document(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" style="max-width:100%;height:auto">'
-        f"<title>{escape(title)}</title><style>{FONT}{style}</style>"
+        f"<title>{escape(title)}</title><style>{FONT}{style}{DARK}</style>"
         f'<rect width="100%" height="100%" fill="{background}"/>{"".join(body)}</svg>\n'
     )

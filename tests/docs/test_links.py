@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.schedules.collectives.catalog import build
+from shoal.schedules.collectives.draw import animated_svg
 from tests.docs.pages import PAGES, ROOT
 
 MADE = ("pictures/", "reference/")  # when the site is built
@@ -46,3 +48,8 @@ def test_the_chinese_readme_has_what_the_english_one_has() -> None:
     rows, same_rows = (re.findall(r"^\|", text, re.M) for text in texts)
     links, same_links = (set(re.findall(r"\]\((docs[^)]*)\)", text)) for text in texts)
     assert len(rows) == len(same_rows) and links == same_links
+
+
+def test_the_picture_of_the_readme_is_what_the_command_draws() -> None:
+    drawn = animated_svg(build("all_reduce", "ring", 4))
+    assert (ROOT / "docs" / "ring.svg").read_text("utf-8") == drawn
