@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.runtime.decoders import decode_msgpack
 
 MAGIC = b"SHOL"
-VERSION = 2
+VERSION = 3
 _FIELDS = struct.Struct("<4sHHIIQQQQQI")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECK.size

@@ -82,6 +82,7 @@ class Commit(WireMessage, frozen=True):
     batch_fraction: float  # of the global batch
     lr: float | None = None
     save: Count | None = None  # servers save the step of this push under that number
+    pushed_bytes: Count = 0  # of gradients and rows that were sent for it
 
 
 class Ack(WireMessage, frozen=True):

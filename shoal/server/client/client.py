@@ -406,8 +406,10 @@ class Client:
             link.close()
 
     def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> PostedRequest:
+        whole = msgspec.structs.replace(commit, pushed_bytes=link.pushed_bytes)
+        link.pushed_bytes = 0
         payload = (bytes_of(loss_flags),)
         request = Request(
-            FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence, argument=commit.step
+            FrameKind.COMMIT, encode(whole), payload, sequence=self.sequence, argument=commit.step
         )
         return link.post("push", request)

@@ -63,6 +63,7 @@ class ServerLink:
         self.rank = route.rank
         self.route = route
         self.shares_memory = False
+        self.pushed_bytes = 0  # since the latest commit
         self._tracer = tracer
         self._queues: dict[Channel, WorkQueue] = {}
         self._unacknowledged: dict[Channel, list[Request]] = {}
@@ -121,6 +122,8 @@ class ServerLink:
 
     def post(self, channel: Channel, request: Request) -> PostedRequest:
         """Carry out a request in the background, after those posted before it."""
+        if not request.is_answered:
+            self.pushed_bytes += sum(part.nbytes for part in request.payload)
         queue = self._queues[channel]
         posted = PostedRequest(queue, self, channel, request)
         queue.submit(posted)
@@ -164,9 +167,11 @@ class ServerLink:
     def _carry_out(self, channel: Channel, request: Request) -> Reply:
         began_ns = clock.monotonic_ns()
         unacknowledged = self._unacknowledged[channel]
-        to_send = [request]
-        who = f"rank {self.rank}"
+        before = self.connection(channel)
         self.route.aim(channel, request)
+        has_moved = self.connection(channel) is not before
+        to_send = [*unacknowledged, request] if has_moved else [request]
+        who = f"rank {self.rank}"
         for attempts_left in reversed(range(MAX_RECONNECTS)):
             connection = self.connection(channel)
             is_sent = False

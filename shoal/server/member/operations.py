@@ -106,7 +106,6 @@ class Pushed(Operation, frozen=True, tag="pushed"):
                 # an eventual head may have pushes of this worker that are not sent yet
                 is_needed = host.keeps_payloads or host.may_lose
                 member.pushes.install(payload.push, recycles=not is_needed)
-                member.pushes.decompressed = self.sequence
             return model.commit(member, self.sequence, self.commit, payload.rows)
 
     def payload_bytes(self, model: ServedModel) -> int:

@@ -180,7 +180,6 @@ class ServedModel:
             pushes = member.pushes
             if pushes.is_repeated(sequence):
                 return Ack("again", self.log.position)
-            self.check_push(member, sequence)
             pushes.commit(sequence, pushes.take_rows() if rows is None else rows)
             ack = Ack("staged", self.log.position)
             if self.is_leader:
@@ -202,13 +201,17 @@ class ServedModel:
             known = self.state.acks.get(worker) if self.is_leader else None
             return known or Ack("again", self.log.position)
 
-    def check_push(self, member: Member, sequence: int) -> None:
-        """Refuse a push that skips one, or whose gradients have not come."""
+    def check_push(self, member: Member, sequence: int, commit: Commit) -> None:
+        """Refuse a push that is not the next one, or not whole: what lacks is of an earlier one."""
         pushes = member.pushes
         pushes.expect(sequence)
-        is_compressed = self.compression is not None and self.state.shard.size > 0
-        if is_compressed and pushes.decompressed != sequence:
-            raise Refused(f"push {sequence} is committed without its gradients")
+        if pushes.received_bytes != commit.pushed_bytes:
+            raise Refused(
+                f"worker {member.worker} has sent {commit.pushed_bytes} bytes for step "
+                f"{commit.step}, and {pushes.received_bytes} have arrived"
+            )
+        if self.compression is not None or not member.shares_memory:
+            self.state.shard.check_received(pushes)
 
     def wait_closed(self, worker: int) -> None:
         """Wait until every push so far has its update: a step may be open for norms of servers.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +60,10 @@ class PushBuffer:
         self._arriving: PushTensors | None = None
         self._spare: list[PushTensors] = []
         self.committed = 0
-        self.decompressed = 0  # the push whose compressed gradients are in `gradients`
-        self.rows: list[RowPush] = []  # that have been received, for the next push
+        # what has been received of the next push
+        self.rows: list[RowPush] = []
+        self.received: list[tuple[int, int]] = []  # ranges of bytes of `gradients`, in order
+        self.received_bytes = 0  # of gradients and rows, as they were sent
         self.staged: dict[int, PendingPush] = {}  # by sequence, until it is applied or dropped
 
     @property
@@ -116,10 +119,26 @@ class PushBuffer:
             self.gradients, self.loss_flags = self.new_tensors()
         self.committed = sequence
 
-    def take_rows(self) -> tuple[RowPush, ...]:
-        """The rows that have been received for the next push."""
-        rows = tuple(self.rows)
+    def begin(self) -> None:
+        """Nothing of the next push has been received."""
         self.rows.clear()
+        self.received.clear()
+        self.received_bytes = 0
+
+    def receive(self, start: int, stop: int, sent_bytes: int) -> None:
+        """These bytes of the gradients arrive, as so many; refused if some of them came before."""
+        at = bisect.bisect(self.received, (start, stop))
+        before = self.received[at - 1][1] if at else 0
+        after = self.received[at][0] if at < len(self.received) else self.gradients.nbytes
+        if not before <= start < stop <= after:
+            raise Refused(f"bytes {start}:{stop} of push {self.committed + 1} come twice")
+        self.received.insert(at, (start, stop))
+        self.received_bytes += sent_bytes
+
+    def take_rows(self) -> tuple[RowPush, ...]:
+        """The rows that have been received for the next push; then another one begins."""
+        rows = tuple(self.rows)
+        self.begin()
         return rows
 
 
@@ -153,6 +172,7 @@ class Shard:
         self._grads = [self._view(self.sum, i) for i in range(len(spec.slices))]
         self._subtrees = subtrees_of(spec)
         self._copies = frozenset(spec.split.copies)
+        self._gradients = sorted(gradient_ranges(spec))
         self._pushed: Tensor | None = None  # the only push of a step, which is not copied
         self.optimizer: torch.optim.Optimizer | None = None
         if spec.optimizer is not None and self.params:
@@ -234,6 +254,15 @@ class Shard:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def check_received(self, pushes: PushBuffer) -> None:
+        """Refuse a push without some gradient; what is between parameters need not arrive."""
+        end = 0
+        for start, stop in [*pushes.received, (pushes.gradients.nbytes, 0)]:
+            at = bisect.bisect_left(self._gradients, (start, 0))
+            if at and self._gradients[at - 1][1] > end:
+                raise Refused(f"push {pushes.committed + 1} lacks gradients in bytes {end}:{start}")
+            end = stop
+
     def divide(self, by: float) -> None:
         if by not in (0.0, 1.0):
             self._copy_pushed()
@@ -289,6 +318,15 @@ def subtrees_of(spec: ModelSpec) -> list[list[Node]] | None:
         return None
     runs = runs_of(spec.microbatches, spec.rule.workers)
     return [full_subtrees((0, spec.microbatches), run) for run in runs]
+
+
+def gradient_ranges(spec: ModelSpec) -> Iterator[tuple[int, int]]:
+    """The bytes of each gradient among those of a push."""
+    itemsize = DTYPES[spec.dtype].itemsize
+    for row in range(partial_sums(spec)):
+        for held in spec.slices:
+            start = row * (spec.stop - spec.start) + held.start - spec.start
+            yield start * itemsize, (start + math.prod(held.shape)) * itemsize
 
 
 def partial_sums(spec: ModelSpec) -> int:

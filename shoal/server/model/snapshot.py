@@ -168,7 +168,6 @@ class WorkerNumbers(messages.WireMessage, frozen=True):
     is_late: bool
     entered: messages.Entered | None
     committed: Count
-    decompressed: Count
 
 
 class WorkerImage(messages.WireMessage, frozen=True):

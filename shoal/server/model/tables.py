@@ -107,6 +107,7 @@ class Tables:
                 raise Refused(f"a push has rows of at most {MAX_TABLES} tables")
             table.check(rows.ids, rows.grads)
             buffer.rows.append(rows)
+            buffer.received_bytes += rows.ids.nbytes + rows.grads.nbytes
 
     def update(self, divisor: float) -> None:
         """One update of each table that a worker has pushed to, on this server or another."""

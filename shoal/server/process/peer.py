@@ -169,7 +169,7 @@ class Peer:
             self.model, self.member, self.has_entered = model, member, True
             member.channels[self.channel] = self._active
             if self.channel == "push":
-                member.pushes.rows.clear()  # it is sent again from its start
+                member.pushes.begin()  # it is sent again from its start
             if self.channel in member.broken:  # an earlier connection may wait for this one
                 model.lock.notify_all()
 

@@ -163,6 +163,7 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
     if start % itemsize or count % itemsize or start + count > gradients.nbytes:
         raise Refused(f"{count} bytes at {start} do not fit into {gradients.nbytes} bytes")
     if _is_expected(peer, header):
+        peer.member.pushes.receive(start, start + count, count)
         peer.connection.read_into(gradients[start : start + count])
 
 
@@ -192,7 +193,7 @@ def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
             peer.reply(encode(peer.model.verdict(peer.worker, header.sequence)))
             return
     else:
-        peer.model.check_push(peer.member, header.sequence)
+        peer.model.check_push(peer.member, header.sequence, request)
         peer.connection.read_into(bytes_of(pushes.arriving.loss_flags))
         if peer.member.out is not None:
             pushes.arriving.gradients.copy_(peer.member.out)
@@ -253,10 +254,11 @@ def compressed(peer: Peer, header: Header, meta: bytes) -> None:
     compression = _compression(peer, header)
     peer.check_size(header, compression.num_bytes)
     if _is_expected(peer, header):
+        pushes = peer.member.pushes
+        pushes.receive(0, pushes.gradients.nbytes, header.payload_bytes)
         payload = torch.empty(header.payload_bytes, dtype=torch.uint8)
         peer.connection.read_into(bytes_of(payload))
-        compression.unpack(payload, peer.member.pushes.arriving.gradients[0])
-        peer.member.pushes.decompressed = header.sequence
+        compression.unpack(payload, pushes.arriving.gradients[0])
 
 
 @handles(FrameKind.RESIDUAL_SET, "push", has_payload=True)
