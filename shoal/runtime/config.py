@@ -178,6 +178,7 @@ class RunConfig:
     seed: int | None = variable("SHOAL_SEED", INTEGER)
     device: str | None = variable("SHOAL_DEVICE", TEXT)
     call: int | None = variable("SHOAL_CALL", COUNT)  # which call of shoal.run in the script
+    returned: Path | None = variable("SHOAL_RETURNED", PATH)  # what calls have returned
     slow: tuple[str, ...] = variable("SHOAL_SLOW", WORDS, ())  # as `shoal run --slow` takes them
     kill: tuple[str, ...] = variable("SHOAL_KILL", WORDS, ())
 

@@ -8,6 +8,7 @@ counts how deep a syntax tree is in one place for all threads: where two of them
 from __future__ import annotations
 
 import ast
+import os
 import threading
 from typing import Any, TypeVar
 
@@ -16,6 +17,10 @@ import msgspec
 T = TypeVar("T")
 _making = threading.Lock()
 _parsing = threading.Lock()
+for _lock in (_making, _parsing):  # a fork of one thread must not find that another one has it
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 _msgpack: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 _json: dict[type, msgspec.json.Decoder[Any]] = {}
 

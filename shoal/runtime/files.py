@@ -26,8 +26,19 @@ _KINDS = (
     *("run", "ps"),  # of launchers, and of servers that workers start
     "host",  # of the workers of one host, where an engine lends several
     "ray",  # of a Ray cluster for one run
-    *("auto", "bench", "collective", "compare", "eval", "keys", "memory", "predict", "profile"),
-    *("rehearse", "trace", "verify", "workload"),  # of commands: see scratch_folder
+    *(
+        "auto",
+        "bench",
+        "call",
+        "collective",
+        "compare",
+        "eval",
+        "keys",
+        "memory",
+        "predict",
+        "profile",
+    ),
+    *("profile", "rehearse", "trace", "verify", "workload"),  # of commands: see scratch_folder
 )
 _LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")
 _locks: dict[Path, int] = {}  # open files that mark the folders of this process as in use

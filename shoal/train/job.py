@@ -110,11 +110,11 @@ class Job(LoopMethods):
         agreement = Agreement(group, device, self._services.elastic_sum)
         self._meetings = JobMeetings(self._state, agreement, self._elastic)
         self.checkpoints = JobCheckpoints(
-            self._state, self._loop, self._meetings, agreement, lambda: self._is_first
+            self._state, self._loop, self._meetings, agreement, lambda: self.is_first
         )
         self.checkpoints.before_save = self._loss_watch.look
         given, lost = self._services.callbacks, partial(self._services.lost, self.size)
-        self._callbacks = Callbacks(given, lambda: self._is_first, lost)
+        self._callbacks = Callbacks(given, lambda: self.is_first, lost)
         self.checkpoints.after_save = partial(self._callbacks.tell, "on_checkpoint")
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
@@ -243,7 +243,7 @@ class Job(LoopMethods):
 
     def print(self, *words: Any) -> None:
         """Print once, from rank 0, or from the lowest surviving rank."""
-        if self._is_first:
+        if self.is_first:
             print(*words, flush=True)
 
     def evaluate(
@@ -378,7 +378,7 @@ class Job(LoopMethods):
     @property
     def _shows_log(self) -> bool:
         """In an elastic run the first worker that is left, elsewhere rank 0."""
-        return self._elastic is None or self._is_first
+        return self._elastic is None or self.is_first
 
     def _show_log(self) -> None:
         """Show what was logged last."""
@@ -444,13 +444,13 @@ class Job(LoopMethods):
         self.checkpoints.save_part(step)
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the first worker of the lowest surviving replica, which writes."""
         if self._elastic is not None and self._elastic.group.has_formed:
             return self._elastic.group.rank == 0
         return self.rank == self._state.lowest_replica * (self.size // self.replicas)
 
     def _say_once(self, sentence: str) -> None:
-        if sentence and self._is_first and sentence not in self._printed:
+        if sentence and self.is_first and sentence not in self._printed:
             self._printed.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)

@@ -199,6 +199,9 @@ def fork_function(body: Callable[..., None], *args: Any) -> Fork:
     try:
         os.setsid()
         _forget_exit_functions()
+        pools: Any = sys.modules.get("concurrent.futures.thread")
+        if pools is not None:  # its threads, of which this may be one, are not to be joined here
+            pools._threads_queues.clear()
         status = _exit_status(lambda: body(*args))
         _finish()
     except BaseException:

@@ -27,6 +27,7 @@ from shoal.comm.select import shared_store
 from shoal.errors import BadInput, RunOver, StopTraining
 from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
 from shoal.launch.rank.environment import Placement
+from shoal.launch.rank.returned import hand_back
 from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
@@ -230,6 +231,8 @@ class Worker:
         for observer in observers:
             observer.write()
         job.close()
+        if self.config.returned is not None and job.is_first:
+            hand_back(self.config.returned, result)
         self.report(job)
         self.mark_finished()
         if job.checkpoints.is_preempted:
