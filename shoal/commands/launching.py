@@ -326,6 +326,11 @@ def run_shown(
         say("the script never called shoal.run(train), so the strategy had no part in it")
     if files is not None and files.reports:
         document = {**run_report(config.strategy or "", workers, result), **files.more}
+        if files.more:
+            from shoal.report_page.own_schedules import recorded_schedules  # only where needed
+
+            strategy = as_strategy(config.strategy or "single")
+            document["schedules"] = recorded_schedules(strategy, workers, result.reports)
         for report in files.reports:
             report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

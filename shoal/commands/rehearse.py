@@ -195,12 +195,14 @@ class _Stage:
     def report(self, command: Sequence[str], cluster: str) -> dict[str, Any]:
         """Of the latest, as `shoal run --record` writes it."""
         from shoal.commands.run import recorded  # only where needed
+        from shoal.report_page.own_schedules import recorded_schedules
 
         name = next(one.strategy for one in reversed(self.outcomes) if one.ran)
         workers = len(self.latest.result.reports)
         about = recorded(command, workers, config_for(as_strategy(name)), cluster)
         found = run_report(name, workers, self.latest.result)
-        return found | about | {"rehearsed": self.hardware.name}
+        own = recorded_schedules(as_strategy(name), workers, self.latest.result.reports)
+        return found | about | {"rehearsed": self.hardware.name, "schedules": own}
 
     def rehearse_script(self, words: list[str], names: Sequence[str], until: float | None) -> None:
         """Run a script up to `shoal.run`, and rehearse its training function from there."""

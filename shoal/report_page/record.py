@@ -11,7 +11,9 @@ from shoal.cluster import Cluster
 from shoal.cluster.toml_file import parse_cluster
 from shoal.errors import BadInput
 from shoal.observe.time_shares import TimeShares, all_shares
+from shoal.report_page.own_schedules import OwnSchedules
 from shoal.runtime import trace
+from shoal.runtime.decoders import convert
 from shoal.runtime.run_dir import RECORDED_REPORT, RECORDED_TRACE, read
 from shoal.runtime.trace import Process, Span, Trace
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -43,7 +45,7 @@ class RecordedRun:
             raise BadInput(f"{folder / RECORDED_REPORT} is no report of shoal run --record")
         run = cls(folder.resolve().name, report, trace.from_chrome(folder / RECORDED_TRACE))
         try:
-            run.strategy.layout(run.workers)
+            _ = run.replicas
         except (BadInput, KeyError, TypeError, ValueError) as error:
             raise BadInput(
                 f"{folder / RECORDED_REPORT} is no report of shoal run: {error}"
@@ -55,8 +57,22 @@ class RecordedRun:
         return int(self.report["workers"])
 
     @cached_property
-    def strategy(self) -> Strategy:
+    def named(self) -> Strategy:
+        """The strategy as the record has it: only `strategy` may be built from."""
         return as_strategy(str(self.report["strategy"]))
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """Names no file; what its files held is in `own`."""
+        return self.named.without_files()
+
+    @cached_property
+    def own(self) -> OwnSchedules:
+        return convert(self.report.get("schedules", {}), OwnSchedules)
+
+    @cached_property
+    def replicas(self) -> int:
+        return self.strategy.division(self.workers).replicas
 
     @property
     def ranks(self) -> list[dict[str, Any]]:

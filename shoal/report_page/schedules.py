@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from shoal.errors import ShoalError
 from shoal.plan.timeline import KINDS, simulate
+from shoal.report_page.own_schedules import MOST_ACTIONS, MOST_RANKS
 from shoal.report_page.record import RecordedRun
 from shoal.runtime.wording import counted
 from shoal.schedules.collectives import catalog as collectives
-from shoal.schedules.mixing import mixing_for
+from shoal.schedules.mixing import Mixing, mixing_for
+from shoal.schedules.pipelines import Pipeline
 from shoal.schedules.pipelines import catalog as pipelines
 from shoal.strategy.base import SyncTerm
 
-_MOST_RANKS = 64
-_MOST_ACTIONS = 20_000
 _MOST_ROUNDS = 60
 
 
@@ -26,26 +25,31 @@ def animations(run: RecordedRun) -> Iterator[dict[str, Any]]:
     if run.strategy.pp is not None:
         yield from _pipeline(run)
     sync = run.strategy.sync_for(run.workers)
-    replicas = run.strategy.layout(run.workers).replicas
+    replicas = run.replicas
     servers = max((len(known) for _, known in run.syncs("servers")), default=0)  # or shards
-    if servers and replicas + servers * sync.server_replicas <= _MOST_RANKS:
+    if servers and replicas + servers * sync.server_replicas <= MOST_RANKS:
         yield _servers(replicas, servers, sync.server_replicas)
-    elif sync.mixing_graph and 1 < replicas <= _MOST_RANKS:
-        yield from _gossip(sync, replicas)
-    elif not sync.has_servers and 1 < replicas <= _MOST_RANKS and sync.lockstep:
-        yield from _collective(sync.collective_algorithm, replicas)
+    elif sync.mixing_graph and 1 < replicas <= MOST_RANKS:
+        yield from _gossip(run, sync, replicas)
+    elif not sync.has_servers and 1 < replicas <= MOST_RANKS and sync.lockstep:
+        yield from _collective(run, sync.collective_algorithm, replicas)
 
 
 def _pipeline(run: RecordedRun) -> Iterator[dict[str, Any]]:
     term = run.strategy.pp
+    named = run.named.pp
     counts = [rank["microbatches"] for rank in run.ranks if rank.get("microbatches")]
-    if term is None or not counts:
+    if term is None or named is None or not counts:
         return
-    try:
+    actions = run.own.pipeline
+    chunks = 1 + max((one.chunk for row in actions for one in row), default=(term.chunks or 1) - 1)
+    if max(counts) * term.size * chunks > MOST_ACTIONS // 2:
+        return
+    if actions:
+        timeline = simulate(Pipeline(named.schedule, max(counts), chunks, actions))
+    elif term == named:
         timeline = simulate(pipelines.build(term.schedule, term.size, max(counts), term.chunks))
-    except ShoalError:  # the file of a user's own schedule is not here
-        return
-    if sum(map(len, timeline.spans)) > _MOST_ACTIONS:
+    else:
         return
     hues = [[(str(s.action), KINDS[s.action.kind][2], s.start, s.end) for s in row]
             for row in timeline.spans]  # fmt: skip
@@ -60,14 +64,16 @@ def _pipeline(run: RecordedRun) -> Iterator[dict[str, Any]]:
     }
 
 
-def _collective(name: str | None, ranks: int) -> Iterator[dict[str, Any]]:
-    try:
-        schedule = collectives.build("all_reduce", name or "ring", ranks)
-    except ShoalError:
+def _collective(run: RecordedRun, name: str | None, ranks: int) -> Iterator[dict[str, Any]]:
+    own = run.own.collective
+    recorded_name = run.named.sync_for(ranks).collective_algorithm
+    if not own and name != recorded_name:
         return
+    schedule = own or collectives.build("all_reduce", name or "ring", ranks).rounds
+    name = recorded_name
     rounds = [
         [(one.src, one.dst, f"{'+' if one.reduce else '='}{one.chunk}") for one in transfers]
-        for transfers in schedule.rounds
+        for transfers in schedule
     ]
     chosen = "" if name else " The strategy names none: the ring stands for what was taken."
     yield {
@@ -80,11 +86,15 @@ def _collective(name: str | None, ranks: int) -> Iterator[dict[str, Any]]:
     }
 
 
-def _gossip(term: SyncTerm, ranks: int) -> Iterator[dict[str, Any]]:
+def _gossip(run: RecordedRun, term: SyncTerm, ranks: int) -> Iterator[dict[str, Any]]:
     """Until replicas are a tenth as far apart; `levels` is what each has of rank 0's weights."""
-    try:
-        mixing = mixing_for(term.mixing_graph or "", ranks)
-    except ShoalError:  # the file of a user's own graph is not here
+    named = run.named.sync_for(ranks).mixing_graph
+    if run.own.mixing:
+        matrices = tuple(np.array(one).reshape(ranks, ranks) for one in run.own.mixing)
+        mixing = Mixing(f"the graph {named}", matrices)
+    elif named == term.mixing_graph:
+        mixing = mixing_for(named or "", ranks)
+    else:
         return
     of_first = np.eye(ranks)[0]
     rounds: list[list[tuple[int, int, str]]] = []

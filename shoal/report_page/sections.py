@@ -314,8 +314,10 @@ def sections(runs: Sequence[RecordedRun]) -> Iterator[dict[str, Any]]:
 
 def _made(items: Callable[[RecordedRun], Items], run: RecordedRun) -> list[dict[str, Any]]:
     try:
-        return list(items(run))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        made = list(items(run))
+        embedded(made)  # Infinity and NaN are no JSON
+        return made
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"is not one of shoal run --record: {type(error).__name__}: {error}"
         raise BadInput(f"the report of {run.name} {what}") from error
 
@@ -325,7 +327,7 @@ _STYLES = ("uPlot.min.css", "page.css")
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    names = [f"{run.name}: {run.strategy}" for run in runs]
+    names = [f"{run.name}: {run.named}" for run in runs]
     title = f"Shoal: {', '.join(names)}"
     data = {"title": title, "runs": names, "sections": list(sections(runs))}
     styles = "".join(f"<style>{_asset(name)}</style>" for name in _STYLES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from shoal.errors import BadInput
 from shoal.report_page.record import RecordedRun
 from shoal.runtime import trace
 from shoal.runtime.trace import Process, Span, name_of
+from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import build
 
 Traffic = Mapping[tuple[Process, Process], float]
@@ -38,7 +39,8 @@ def traffic_of(run: RecordedRun) -> tuple[Traffic, bool]:
                 is_spread = True
                 word = span.detail.split(" ")[0].replace("-", "_")
                 kind = word if word in _KINDS else "all_reduce"
-                shares = _shares(kind, named or "", len(members))[members.index(process)]
+                own = run.own.collective if len(members) == run.replicas else ()
+                shares = _shares(kind, named or "", len(members), own)[members.index(process)]
                 for peer, share in shares.items():
                     found[process, members[peer]] += span.bytes * share
     return {pair: size for pair, size in found.items() if size}, is_spread
@@ -50,18 +52,24 @@ def _members(span: Span) -> list[int]:
 
 
 @cache
-def _shares(kind: str, name: str, ranks: int) -> list[dict[int, float]]:
-    """Of what a rank sends, the share that each other rank gets."""
-    try:
-        schedule = build(kind, name or _FIRST.get(kind, "ring"), ranks)
-    except BadInput:  # the name is that of an all-reduce
-        schedule = build(kind, _FIRST.get(kind, "ring"), ranks)
+def _shares(
+    kind: str, name: str, ranks: int, own: Sequence[Sequence[Transfer]] = ()
+) -> list[dict[int, float]]:
+    """Of what a rank sends, the share that each other rank gets; `own`: of an all-reduce."""
+    rounds = own if kind == "all_reduce" and own else _schedule(kind, name, ranks).rounds
     sent: list[dict[int, float]] = [defaultdict(float) for _ in range(ranks)]
-    for transfers in schedule.rounds:
+    for transfers in rounds:
         for one in transfers:
             if one.src != one.dst:
                 sent[one.src][one.dst] += 1.0
     return [{dst: n / sum(row.values()) for dst, n in row.items()} for row in sent]
+
+
+def _schedule(kind: str, name: str, ranks: int) -> Collective:
+    try:
+        return build(kind, name or _FIRST.get(kind, "ring"), ranks)
+    except BadInput:  # the name is that of an all-reduce
+        return build(kind, _FIRST.get(kind, "ring"), ranks)
 
 
 def matrix(run: RecordedRun) -> list[dict[str, Any]]:
@@ -75,7 +83,7 @@ def matrix(run: RecordedRun) -> list[dict[str, Any]]:
     rows = [[traffic.get((a, b), 0.0) for b in names] for a in names]
     note = "Counted where messages, pushes and pulls are sent."
     if is_spread:
-        used = run.strategy.sync_for(run.workers).collective_algorithm or "ring (broadcasts: tree)"
+        used = run.named.sync_for(run.workers).collective_algorithm or "ring (broadcasts: tree)"
         note += (
             " The bytes of collectives are those of the trace; to whom they go is computed from "
             f"the schedule {used}, not observed."

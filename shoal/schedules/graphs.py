@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import StrategyError
+from shoal.runtime.files import read_bounded
 
 MAX_FILE_BYTES = 4 << 20
 MAX_INLINE = 9_000  # characters: fits into a strategy, with what else it says
@@ -53,14 +54,9 @@ def _inline(text: str) -> Iterator[tuple[Edge, bool]]:
 
 def _file(path: Path) -> Iterator[tuple[Edge, bool]]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise StrategyError(f"cannot read the edge list {path}: {why}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise StrategyError(f"the edge list {path} is larger than {MAX_FILE_BYTES} bytes")
+        text = read_bounded(path, MAX_FILE_BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        raise StrategyError(f"the edge list {path} is no text") from None
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         match = _LINE.fullmatch(line)

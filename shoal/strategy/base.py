@@ -13,10 +13,10 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from shoal.errors import StrategyError
-from shoal.strategy.options import Constraint, show, write
+from shoal.strategy.options import Constraint, names_file, show, write
 
 
 class Batches(enum.Enum):
@@ -58,6 +58,11 @@ class Term:
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    def without_files(self) -> Self:
+        """With the defaults of the options that name a file of the user."""
+        own = {f.name: f.default for f in fields(self) if names_file(getattr(self, f.name))}
+        return replace(self, **own)
 
     def __add__(self, other: Any) -> Any:
         return Term.join([self, other])

@@ -116,18 +116,26 @@ COMPRESS = text_like(
     '"fp16", "bf16", "int8", "int4", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|int4|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
 )
+_GRAPH_FILE = rf"(?!{edges.INLINE}).+\.(txt|csv|edges)"
 _GRAPH_TEXT = text_like(
     f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "
     '"edges:0-1,1-2,2-0", or a networkx graph',
     "|".join(GRAPHS)
     + r"|random-regular\(degree=[0-9]{1,3}(, ?seed=[0-9]{1,9})?\)"
-    + rf"|{edges.PATTERN}|(?!{edges.INLINE}).+\.(txt|csv|edges)",
+    + rf"|{edges.PATTERN}|{_GRAPH_FILE}",
 )
 GRAPH = Constraint(
     _GRAPH_TEXT.allowed,
     lambda value: edges.is_networkx(value) or _GRAPH_TEXT.accepts(value),
     lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
 )
+
+
+def names_file(value: object) -> bool:
+    """Whether an option is a file of the user: a schedule's, which is code, or a graph's."""
+    return isinstance(value, str) and bool(re.fullmatch(f"{user.PATTERN}|{_GRAPH_FILE}", value))
+
+
 OUTER = text_like(
     'an optimizer such as "nesterov(lr=0.7)"', rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?"
 )

@@ -204,7 +204,15 @@ class Strategy:
         return self.sync_for(workers).server_processes
 
     def layout(self, workers: int) -> Layout:
-        """Divide the workers: tp x pp x ep x cp of them make a replica, and none is left over."""
+        """Divide the workers; what options name, in files too, is loaded and checked."""
+        layout = self.division(workers)
+        self.sync_for(layout.replicas).check(layout.replicas)
+        if self.pp is not None:
+            self.pp.check()
+        return layout
+
+    def division(self, workers: int) -> Layout:
+        """tp x pp x ep x cp of the workers make a replica, and none is left over: by numbers."""
         if not whole(1).accepts(workers):
             raise StrategyError(f"workers={show(workers)} must be {whole(1).allowed}")
         there = f"there {'is' if workers == 1 else 'are'} {workers}"
@@ -213,11 +221,11 @@ class Strategy:
             raise StrategyError(f"{self} needs at least {needed} workers, and {there}")
         if workers % needed:
             raise StrategyError(f"{self} needs a multiple of {needed} workers, and {there}")
-        replicas = workers // needed
-        self.sync_for(replicas).check(replicas)
-        if self.pp is not None:
-            self.pp.check()
-        return Layout(replicas, **{term.role: term.size for term in self.splits})
+        return Layout(workers // needed, **{term.role: term.size for term in self.splits})
+
+    def without_files(self) -> Strategy:
+        """With the defaults of the options that name a file: nothing of it can be loaded."""
+        return _join([term.without_files() for term in self.terms])
 
     def check_hosts(self, workers: int, are_several: bool) -> None:
         """Refuse workers on several hosts where all of them have to be on one."""
