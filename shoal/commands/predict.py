@@ -17,13 +17,20 @@ from shoal.commands.goodput import FailureOptions, goodput_parts
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.options import option
 from shoal.commands.output import Part, bold, plain_table, show
-from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
+from shoal.commands.subject import (
+    SLOW_WORKERS,
+    PredictedStepOptions,
+    Subject,
+    SubjectOptions,
+    slow_workers,
+)
 from shoal.errors import BadInput
 from shoal.observe.time_shares import write_chrome
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
+from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
 from shoal.plan.workloads import Workload
@@ -63,6 +70,7 @@ def predict(
     failing: FailureOptions,
     numbers: options.WorkerNumbers = "1",
     strategy: options.Strategy = None,
+    slow: list[str] | None = SLOW_WORKERS,
     order: str = option("Of ranks: shoal, or megatron (replicas inside of stages).", "shoal"),
     simulate: bool = option("Also simulate the step, message by message.", False, "--simulate"),
     trace: Path | None = option(
@@ -93,8 +101,9 @@ def predict(
     only_wire = link is not None and asked.cluster is None and not simulate
     if only_wire:
         hardware = Cluster("network", _NO_TIME, Node(1, nic=link), workers)
-    if failing != FailureOptions() and (only_wire or len(several) > 1):
-        raise BadInput("--mtbf needs one number of workers, and a --cluster")
+    for name, is_given in (("--mtbf", failing != FailureOptions()), ("--slow", bool(slow))):
+        if is_given and (only_wire or len(several) > 1):
+            raise BadInput(f"{name} needs one number of workers, and a --cluster")
     if only_wire or len(several) > 1:
         pairs = list(zip(values, several, strict=True))
         found = [predict_on(workload, hardware, *pair, settings, _ORDERS[order]) for pair in pairs]
@@ -103,13 +112,16 @@ def predict(
             return _show_wire(found, said, workload.name, as_json)
         return _show_several(found, subject, as_json)
     (value,) = values
-    settings = replace(settings, failures=failures)
+    slower = tuple(sorted(slow_workers(slow or (), hardware, workers).items()))
+    settings = replace(settings, failures=failures, slow=slower)
     prediction = _advised(Predictor(workload, hardware, _ORDERS[order]), value, workers, settings)
     traffic = gradient_traffic(workload, value.layout(workers).replicas, link)
     document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
     parts = _parts(prediction, workload, traffic)
     if simulate:
-        simulated = simulate_strategy(workload, hardware, value, workers, settings)
+        simulated = simulate_strategy(
+            workload, hardware, value, workers, settings, Unevenness(slow=dict(slower))
+        )
         document["simulated_s"] = simulated.step_s
         parts += _simulated_parts(simulated, prediction, trace)
     if prediction.goodput is not None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.cluster import Cluster, Noise
+from shoal.cluster import Noise
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.options import option
 from shoal.commands.output import bold, shares_of_time, show
-from shoal.commands.subject import PredictedStepOptions, SubjectOptions
-from shoal.errors import BadInput
+from shoal.commands.subject import (
+    SLOW_WORKERS,
+    PredictedStepOptions,
+    SubjectOptions,
+    slow_workers,
+    workers_at,
+)
 from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.predict import Predictor
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
-from shoal.runtime.faults import read_slow
 from shoal.runtime.wording import counted
 
 _MOST_SHOWN = 16  # ranks whose time is divided in a table
@@ -29,10 +31,7 @@ def simulate(
     of_step: PredictedStepOptions,
     workers: options.Workers = 1,
     strategy: options.Strategy = None,
-    slow: list[str] | None = option(
-        "Slow workers down: 7:3x makes worker 7 three times slower, node:2:3x and "
-        "rack:3:2x all of a node or rack; repeatable."
-    ),
+    slow: list[str] | None = SLOW_WORKERS,
     lost: list[str] | None = option(
         "Leave a worker out: 12, or all of node:2 or rack:3, with what is left of their "
         "replicas; the others do the whole batch. Repeatable."
@@ -57,8 +56,9 @@ def simulate(
     hardware = asked.hardware(workers)
     workload = subject.workload
     noise = Noise() if noise_seed is None else hardware.noise
-    uneven = Unevenness(noise, noise_seed or 0, _slow(slow or (), hardware, workers))
-    missing = {one for text in lost or () for one in _workers_at(text, "--lost", hardware, workers)}
+    slower = slow_workers(slow or (), hardware, workers)
+    uneven = Unevenness(noise, noise_seed or 0, slower)
+    missing = {one for text in lost or () for one in workers_at(text, "--lost", hardware, workers)}
     found = simulate_strategy(workload, hardware, value, workers, settings, uneven, steps, missing)
     left = sum(found.run.like.values())
     closed = Predictor(workload, hardware).predict(value, left, settings)
@@ -106,33 +106,6 @@ def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None
         print(f"{found.left_out} micro-batches of the steady state are added, not simulated")
     if written is not None:
         print(written)
-
-
-def _slow(texts: Sequence[str], cluster: Cluster, workers: int) -> dict[int, float]:
-    """By worker, times slower; for a node or rack what is said of its first worker."""
-    found: dict[int, float] = {}
-    for text in texts:
-        where, _, factor = text.rpartition(":")
-        ranks = _workers_at(where, "--slow", cluster, workers)
-        found |= dict.fromkeys(ranks, read_slow([f"{ranks[0]}:{factor}"], workers)[ranks[0]])
-    return found
-
-
-def _workers_at(text: str, option: str, cluster: Cluster, workers: int) -> range:
-    """A worker, or those of a node or rack."""
-    match = re.fullmatch(r"(node:|rack:|)([0-9]{1,9})", text)
-    if match is None:
-        raise BadInput(
-            f"{option} is about a worker such as 12, node:2 or rack:3, not {text[:40]!r}"
-        )
-    in_node = cluster.node.devices
-    in_rack = (cluster.nodes_per_rack or cluster.nodes) * in_node
-    each = {"": 1, "node:": in_node, "rack:": in_rack}[match[1]]
-    first = int(match[2]) * each
-    if first >= workers:
-        last = f"the last of {counted(workers, 'worker')} is {match[1]}{(workers - 1) // each}"
-        raise BadInput(f"{option}: there is no {text if match[1] else 'worker ' + text}, {last}")
-    return range(first, min(first + each, workers))
 
 
 def _busiest(found: SimulatedStep) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,8 @@ from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
 from shoal.plan.workloads import Workload
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
+from shoal.runtime.faults import read_slow
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
 
 
@@ -39,6 +42,10 @@ def workload_of_command(command: Sequence[str]) -> Subject:
     return Subject(*traced(config_for(as_strategy("single")), partial(run_quietly, command)))
 
 
+SLOW_WORKERS = option(
+    "Slow workers down: 7:3x makes worker 7 three times slower, node:2:3x and "
+    "rack:3:2x all of a node or rack; repeatable."
+)
 _NETWORK_ALPHA_S = 5e-6
 
 
@@ -131,6 +138,33 @@ class PredictedStepOptions:
         if unknown := set(hide) - {"tp", "ep", "pp"}:
             raise BadInput(f"--hide takes tp, ep and pp, such as tp,pp, not {min(unknown)!r}")
         return replace(settings, **vars(self) | {"hide": hide})
+
+
+def slow_workers(texts: Sequence[str], cluster: Cluster, workers: int) -> dict[int, float]:
+    """By worker, times slower; for a node or rack what is said of its first worker."""
+    found: dict[int, float] = {}
+    for text in texts:
+        where, _, factor = text.rpartition(":")
+        ranks = workers_at(where, "--slow", cluster, workers)
+        found |= dict.fromkeys(ranks, read_slow([f"{ranks[0]}:{factor}"], workers)[ranks[0]])
+    return found
+
+
+def workers_at(text: str, option: str, cluster: Cluster, workers: int) -> range:
+    """A worker, or those of a node or rack."""
+    match = re.fullmatch(r"(node:|rack:|)([0-9]{1,9})", text)
+    if match is None:
+        raise BadInput(
+            f"{option} is about a worker such as 12, node:2 or rack:3, not {text[:40]!r}"
+        )
+    in_node = cluster.node.devices
+    in_rack = (cluster.nodes_per_rack or cluster.nodes) * in_node
+    each = {"": 1, "node:": in_node, "rack:": in_rack}[match[1]]
+    first = int(match[2]) * each
+    if first >= workers:
+        last = f"the last of {counted(workers, 'worker')} is {match[1]}{(workers - 1) // each}"
+        raise BadInput(f"{option}: there is no {text if match[1] else 'worker ' + text}, {last}")
+    return range(first, min(first + each, workers))
 
 
 def named_cluster(name: str | Path | Cluster) -> Cluster:

@@ -14,6 +14,7 @@ from shoal.plan.accuracy import range_of
 from shoal.plan.goodput import Failures, elastic_term, goodput_of
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
+from shoal.plan.step.slow_workers import SlowWorkers, slowed
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
 from shoal.plan.sync_price import SyncPrice, SyncQuestion, Zero3
 from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
@@ -50,6 +51,7 @@ class PlanSettings:
     fused_adding: bool = False  # products add to the gradients of earlier micro-batches themselves
     hide: tuple[str, ...] = ()  # of tp, ep and pp: whose messages computing hides
     failures: Failures | None = None  # what they leave of the time is predicted, too
+    slow: SlowWorkers = ()
 
 
 class ResolvedStep(NamedTuple):
@@ -153,15 +155,21 @@ class Predictor:
         term = strategy.sync_for(layout.replicas)
         resolved = _resolve(self.workload, strategy, (layout, term), settings)
         pricer = self.pricer(workers)
-        key = (resolved, settings.overlap, settings.zero3_of)
+        key = (resolved, settings.overlap, settings.zero3_of, settings.slow)
         if key not in self._asked:  # all ways to agree ask the same
             replica = pricer.price(*resolved)
+            if settings.slow:
+                _check_lockstep(strategy, term)
+                _, _, count, shape = resolved
+                replica = slowed(replica, layout, count, shape, settings.slow, self._order)
             self._asked[key] = (replica, self.question(pricer, resolved, replica, settings))
         replica, question = self._asked[key]
         sync = price_of(term, question)
         fixed_s = resolved.fixed_s(pricer.cluster.device)
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)
+        if settings.slow:
+            parts += (_waiting_part(replica, (*sync.parts, *fixed), settings.slow),)
         turns = batches_in_turns(layout, term)
         if turns > 1:  # each step of all replicas is so many batches
             parts = tuple(part._replace(seconds=part.seconds / turns) for part in parts)
@@ -260,6 +268,22 @@ def _resolve(
         settings.hide,
     )
     return ResolvedStep(layout, split, microbatches, shape)
+
+
+def _check_lockstep(strategy: Strategy, term: SyncTerm) -> None:
+    if not term.lockstep:
+        raise BadInput(
+            f"--slow: workers of {strategy} do not wait for each other in every step, which is not "
+            "predicted where some of them are slower: shoal rehearse --slow has it"
+        )
+
+
+def _waiting_part(replica: ReplicaPrice, others: tuple[Part, ...], slow: SlowWorkers) -> Part:
+    """The replica's stages, and behind them the update and the host of the slowest worker."""
+    behind_s = sum(part.seconds for part in others if part.name in ("update", "fixed"))
+    more_s = (max(factor for _, factor in slow) - 1) * behind_s
+    more_s += replica.seconds - sum(part.seconds for part in replica.parts)
+    return Part("slow workers", more_s, "the slowest worker")
 
 
 def batches_in_turns(layout: Layout, term: SyncTerm) -> int:

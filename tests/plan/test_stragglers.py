@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from shoal.cluster import Noise
+from shoal.cluster.presets import load_cluster
+from shoal.errors import BadInput
+from shoal.plan.predict import PlanSettings, Predictor, predict
+from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.simulator.strategies import simulate_strategy
 from shoal.plan.step.stragglers import (
     Floats,
     expected_max,
@@ -20,6 +26,8 @@ from shoal.plan.step.stragglers import (
     staleness_pace,
     step_times,
 )
+from shoal.plan.workloads.model_presets import transformer_named
+from shoal.strategy.strategy import as_strategy
 
 JITTER = Noise(0.2)
 STRAGGLERS = Noise(0.05, 0.1, 3.0)
@@ -113,3 +121,33 @@ def test_asynchronous_workers_go_at_their_pace_until_servers_are_busy(service_s:
     followed = followed_queue(8, 1.0, service_s, Noise(0.3))
     assert queue_cycle_s(8, 1.0, service_s) == pytest.approx(followed, rel=0.12)
     assert queue_cycle_s(8, 1.0, service_s) >= max(1 + service_s, 8 * service_s)
+
+
+@pytest.mark.parametrize("strategy", ["ddp + tp(2)", "ddp + pp(2)", "ddp"])
+def test_a_slow_worker_holds_up_its_stage_and_all_others(strategy: str) -> None:
+    """As a simulation of the same step, and as if all workers of its stage were slow."""
+    workload = transformer_named("layers=8,hidden=2048,heads=16")
+    cluster = replace(load_cluster("dgx-a100").of_size(8), noise=Noise())
+    usual = PlanSettings(64, microbatch=2)
+    predictor = Predictor(workload, cluster)
+    value = as_strategy(strategy)
+
+    def step_s(slow: tuple[tuple[int, float], ...]) -> float:
+        return predictor.predict(value, 8, replace(usual, slow=slow)).step_s
+
+    stage = ((0, 4.0), (1, 4.0)) if "tp" in strategy else ((1, 4.0),)
+    assert step_s(((1, 4.0),)) == step_s(stage) > step_s(((1, 2.0),)) > step_s(())
+    uneven = Unevenness(slow=dict(stage))
+    simulated = simulate_strategy(workload, cluster, value, 8, usual, uneven, 6)
+    assert step_s(stage) == pytest.approx(simulated.step_s, rel=0.05)
+
+
+def test_unlike_workers_of_a_stage_are_not_simulated() -> None:
+    workload = transformer_named("layers=8,hidden=2048,heads=16")
+    cluster = load_cluster("dgx-a100")
+    for uneven in (Unevenness(slow={1: 4.0}), Unevenness(Noise(jitter=0.1), seed=1)):
+        with pytest.raises(BadInput, match="shoal predict --slow and shoal rehearse --slow"):
+            simulate_strategy(workload, cluster, "ddp + tp(2)", 4, PlanSettings(64), uneven)
+    slow = PlanSettings(64, slow=((1, 4.0),))
+    with pytest.raises(BadInput, match="shoal rehearse --slow"):
+        predict(workload, cluster, 'ps(mode="async")', 4, slow)

@@ -211,6 +211,7 @@ def simulate_strategy(
     ranks = ranks[~np.isin(ranks, list(lost)).any(axis=(1, 2))]
     if not ranks.size:
         raise BadInput("no replica is left of those that lost workers belong to")
+    _check_stages(ranks, uneven := uneven or Unevenness(), value)
     resolved = resolve_step(workload, value, ranks.size, settings)
     term: Any = value.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings)
@@ -239,21 +240,30 @@ def simulate_strategy(
     if agreeing.algorithm == "auto" and takes_trees(pricer.cluster, question.group, piece):
         agreeing = replace(agreeing, algorithm="trees")
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
+    if uneven.slow:  # what is added has the pace of equal workers
+        kept = work.microbatches
     waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
     routes = Routes(size)
-    run = simulate_step(
-        replace(work, microbatches=kept),
-        agreeing,
-        ranks,
-        routes,
-        uneven,
-        steps or (agreeing.every if waits else _SOME_STEPS),
-        by_symmetry,
-    )
+    number = steps or (agreeing.every if waits else _SOME_STEPS)
+    some = replace(work, microbatches=kept)
+    run = simulate_step(some, agreeing, ranks, routes, uneven, number, by_symmetry)
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
     left_out = work.microbatches - kept
     step_s = (run.step_s + left_out * slowest_s) / batches_in_turns(resolved.layout, term)
     return SimulatedStep(step_s, run, left_out, _busiest(routes, run))
+
+
+def _check_stages(ranks: Longs, uneven: Unevenness, strategy: Strategy) -> None:
+    """Workers of a stage (tp, cp, ep) wait for each other in every layer: equal ones are one."""
+    factors = np.ones(int(ranks.max()) + 1)
+    slow = [rank for rank in uneven.slow if rank < factors.size]
+    factors[slow] = [uneven.slow[rank] for rank in slow]
+    of_stage = factors[ranks]
+    if ranks.shape[2] > 1 and (uneven.noise != Noise() or np.ptp(of_stage, axis=2).any()):
+        raise BadInput(
+            f"workers of {strategy} wait for each other in every layer, which is not simulated "
+            "where some of them are slower: shoal predict --slow and shoal rehearse --slow have it"
+        )
 
 
 def _busiest(routes: Routes, run: StepRun) -> BusyLink | None:

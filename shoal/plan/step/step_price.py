@@ -190,6 +190,8 @@ class PipelineShape(NamedTuple):
 class StagePrice:
     """A split dealt to stages: what does not depend on the number of micro-batches."""
 
+    stage_s: tuple[float, ...]
+    computing_s: tuple[float, ...]  # of these, without messages
     slowest_s: float
     others: StageTimes
     parts: tuple[Part, ...]  # of the slowest stage, one micro-batch
@@ -276,7 +278,10 @@ class ReplicaPricer:
             ends = RankGroup(2, pp.stride * (1 if inside else pp.size - 1))
             num_bytes = last_shares * self.workload.precision.gradient_bytes
             tied = self.network.collective("all_reduce", ends, num_bytes)
+        computing = [time.seconds - sum(m.seconds for m in time.messages) for time in table.times]
         return StagePrice(
+            stage_s=tuple(seconds),
+            computing_s=tuple(weights_of(stages, computing)),
             slowest_s=seconds[slowest],
             others=StageTimes(
                 others_s=sum(seconds) - seconds[slowest],
