@@ -17,10 +17,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOT = Path("/")
-_CGROUPS = "sys/fs/cgroup"  # of version 2
-_CACHE = ("active_file", "inactive_file")
+_CGROUPS = "sys/fs/cgroup"
+
+
+class _Names(NamedTuple):
+    """Of the files in a cgroup's folder."""
+
+    limit: str
+    use: str
+    kills: str
+    cache: tuple[str, ...]  # fields of memory.stat
+
+
+_VERSION_2 = _Names(
+    "memory.max", "memory.current", "memory.events", ("active_file", "inactive_file")
+)
+_VERSION_1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "memory.oom_control",
+    ("total_active_file", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,30 +82,37 @@ class OutOfMemoryKills:
 
     def _count(self) -> int:
         """In this container; of the whole machine where it has no count of its own."""
-        for folder in _cgroups(self._root):
-            kills = _fields(folder / "memory.events").get("oom_kill")
+        for folder, names in _cgroups(self._root):
+            kills = _fields(folder / names.kills).get("oom_kill")
             if kills is not None:
                 return kills
         return _fields(self._root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    for folder in _cgroups(root):
+    for folder, names in _cgroups(root):
         with suppress(OSError, ValueError):  # "max" is no limit
-            limit = int((folder / "memory.max").read_text())
-            use = int((folder / "memory.current").read_text())
+            limit = int((folder / names.limit).read_text())
+            use = int((folder / names.use).read_text())
             statistics = _fields(folder / "memory.stat")
-            yield max(0, limit - use + sum(statistics.get(name, 0) for name in _CACHE))
+            yield max(0, limit - use + sum(statistics.get(name, 0) for name in names.cache))
 
 
-def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of this process's cgroup and those above it."""
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """Folders of this process's memory cgroup and those above it.
+
+    A container of version 1 may see its own folder as the top, and its path as on the host.
+    """
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            top = root / _CGROUPS
+            top = root / _CGROUPS / ("memory" if kinds else "")
+            if kinds and "memory" not in kinds.split(","):
+                continue
             inner = [top / path.strip("/"), *(top / path.strip("/")).parents]
-            yield from (folder for folder in inner if not kinds and folder.is_relative_to(top))
+            for folder in inner:
+                if folder.is_relative_to(top):
+                    yield folder, _VERSION_1 if kinds else _VERSION_2
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -1,11 +1,13 @@
-"""A process that ends when its parent does, even when the parent is killed."""
+"""A process that ends when its parent does, even when the parent is killed; a fork that ends."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,3 +51,35 @@ def die_with(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)  # the parent ended before this process asked for the signal
+
+
+@contextmanager
+def forks_end_here() -> Iterator[None]:
+    """A process that is forked inside ends where it would leave: what comes then is its parent's.
+
+    It has none of the threads that the end of a worker waits for.
+    """
+    parent = os.getpid()
+    status = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != parent:
+            status = _exit_status(error)
+        raise
+    finally:
+        if os.getpid() != parent:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def _exit_status(error: BaseException) -> int:
+    """As of an interpreter that ends with this, which it prints likewise."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 1

@@ -33,6 +33,15 @@ TWO = {
     "sys/fs/cgroup/pod/memory.current": "1\n",
 }
 OUTER = {**TWO, "sys/fs/cgroup/pod/memory.max": f"{GB}\n"}
+ONE = {  # of version 1, whose container sees its own folder as the top
+    "proc/meminfo": TWO["proc/meminfo"],
+    "proc/self/cgroup": "7:cpu,cpuacct:/docker/ab\n5:memory:/docker/ab\n0::/system.slice\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GB}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GB}\n",
+    "sys/fs/cgroup/memory/memory.stat": f"total_active_file {GB}\ntotal_inactive_file 0\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+}
+FREE = {**ONE, "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
 MACHINE = {"proc/meminfo": TWO["proc/meminfo"], "proc/self/cgroup": "0::/\n"}
 
 
@@ -48,6 +57,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
     [
         (TWO, MemoryLeft(2 * GB, "this container")),  # its limit less what is used, and no cache
         (OUTER, MemoryLeft(GB - 1, "this container")),
+        (ONE, MemoryLeft(2 * GB, "this container")),
+        (FREE, MemoryLeft(16 * GB, "this machine")),
         (MACHINE, MemoryLeft(16 * GB, "this machine")),
         ({}, None),
     ],
@@ -56,10 +67,17 @@ def test_what_is_left(tmp_path: Path, files: dict[str, str], left: MemoryLeft | 
     assert memory_left(write(tmp_path, files)) == left
 
 
-def test_a_kill_is_noticed(tmp_path: Path) -> None:
-    kills = OutOfMemoryKills(write(tmp_path, TWO))
+@pytest.mark.parametrize(
+    ("files", "counter"),
+    [
+        (TWO, "sys/fs/cgroup/pod/box/memory.events"),
+        (ONE, "sys/fs/cgroup/memory/memory.oom_control"),
+    ],
+)
+def test_a_kill_is_noticed(tmp_path: Path, files: dict[str, str], counter: str) -> None:
+    kills = OutOfMemoryKills(write(tmp_path, files))
     assert not kills.has_struck()
-    write(tmp_path, {"sys/fs/cgroup/pod/box/memory.events": "oom 0\noom_kill 3\n"})
+    write(tmp_path, {counter: files[counter].replace("oom_kill 2", "oom_kill 3")})
     assert kills.has_struck()
 
 

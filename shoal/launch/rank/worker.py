@@ -34,7 +34,7 @@ from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
 from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.memory_limit import keep_freed_memory
-from shoal.runtime.parent_death import die_with_launcher
+from shoal.runtime.parent_death import die_with_launcher, forks_end_here
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.trace import OFF, Recorder, Tracer
 from shoal.runtime.waits import Watcher
@@ -223,7 +223,8 @@ class Worker:
         end: SystemExit | None = None
         with job.checkpoints.finishing(), suppress(StopTraining):
             try:
-                result = train(job)
+                with forks_end_here():
+                    result = train(job)
             except SystemExit as exit:
                 if exit.code or self.config.capture.folder is None:
                     raise
