@@ -134,9 +134,7 @@ _MEGATRON_2021 = RunsAs(precision=FP16, fused_adding=False)
 # DeepSpeed's pipelines send whole activations, and neighbours first one way, then the other
 # (runtime/pipe/schedule.py)
 DEEPSPEED = RunsAs(scatter_sends=False, fused_adding=False, sends_in_turn=True)
-_FSDP = RunsAs(
-    overlap=True, precision=PURE_BF16, zero3_of="fsdp", flash_attention=True, eager=POINTWISE
-)
+_FSDP = RunsAs(overlap=True, precision=PURE_BF16, flash_attention=True, eager=POINTWISE)
 _MPT = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),

@@ -387,6 +387,13 @@ def test_what_has_no_contention_takes_what_is_predicted(
     assert simulated_s == pytest.approx(predict(*question).step_s, rel=near)
 
 
+def test_zero_3_has_all_nics_of_a_node_in_both() -> None:
+    """Two gathers a micro-batch and a reduction, bound by the network."""
+    model = transformer_named("layers=24,hidden=2048,heads=16")
+    question = (model, load_cluster("dgx-a100"), "zero(3)", 64, PlanSettings(64))
+    assert predict(*question).step_s == pytest.approx(simulate_strategy(*question).step_s, rel=0.15)
+
+
 def test_few_slow_hops_of_a_ring_delay_a_piece_once_a_turn() -> None:
     """Four sites, 25 ms apart, of 32 nodes each: the other 124 hops take microseconds."""
     cluster = replace(

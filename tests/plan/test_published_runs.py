@@ -52,7 +52,9 @@ def test_deepseek_v3_takes_about_what_its_report_says() -> None:
 def test_zero_3_is_not_before_a_pipeline_on_many_nodes() -> None:
     predictor = Predictor(transformer_named("gpt-3"), load_cluster("dgx-a100").of_size(1024))
     sharded, split = (
-        predictor.predict(as_strategy(text), 1024, PlanSettings(1536, 1, "full"))
+        predictor.predict(
+            as_strategy(text), 1024, PlanSettings(1536, 1, "full", zero3_of="deepspeed")
+        )
         for text in ("zero(3)", "ddp + tp(8) + pp(8)")
     )
     assert split.step_s < 0.7 * sharded.step_s

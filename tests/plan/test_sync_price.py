@@ -374,10 +374,5 @@ def test_a_reduction_goes_up_trees_over_nodes() -> None:
 
 
 def test_every_layer_that_zero_3_gathers_has_its_own_latency() -> None:
-    as_fsdp = PlanSettings(WORKERS, microbatch=1, zero3_of="fsdp")
-    predictor = Predictor(transformer_named("llama-2-7b"), CLUSTER)
-    found = predictor.predict(parse("zero(3)"), WORKERS, as_fsdp)
-    weights = next(part for part in found.parts if part.name == "weights")
-    assert weights.bound.startswith("latency of 127 messages")
-    assert weights.seconds < part_of("weights", "zero(3)").seconds  # by one NIC of a node
+    assert part_of("weights", "zero(3)").bound.startswith("latency of 127 messages")
     assert "GB/s" in part_of("weights", "zero(2)").bound  # all of them in one

@@ -26,7 +26,7 @@ _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as ma
 NO_PART = Part("", 0.0, "")
 Made = TypeVar("Made")
 Timer = Callable[[float], CollectiveTime]  # of so many bytes
-Zero3 = Literal["shoal", "fsdp", "deepspeed"]  # whose zero(3): how it gathers
+Zero3 = Literal["shoal", "deepspeed"]  # whose zero(3): how it gathers
 
 
 class BucketTimes(NamedTuple):

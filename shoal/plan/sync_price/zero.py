@@ -5,10 +5,10 @@ every one under the other two, which keep no whole gradient. Then the owners bro
 have updated. Under zero(3) a layer is gathered while the one before it computes, in forward and
 again in backward.
 
-Between nodes zero(3) is as fast as one NIC of each: an owner sends what it owns in one ring. Rows
-of ZeRO-3 on 96 to 280 nodes (Narayanan et al., SC'21, table 2) move 21 to 23 GB/s a node of eight
-NICs at 25 GB/s, whatever the number of nodes, where DeepSpeed gathers a layer a third time, after
-its recompute. FSDP gathers a layer in one all-gather, which has all NICs.
+Between nodes a gather has all NICs of a node, as every ring of NCCL: so do the rows of FSDP (MPT on
+16 to 128 A100, and 64 H100). DeepSpeed's of 2021 had one: its rows on 96 to 280 nodes (Narayanan
+et al., SC'21, table 2) move 21 to 23 GB/s a node of eight NICs at 25 GB/s, whatever the number of
+nodes, where it gathers a layer a third time, after its recompute.
 
 With elastic=True a shard is also on the `copies` workers that follow: its owner sends them the
 reduced gradients, all meet in a barrier, and each updates all shards that it holds.
@@ -32,7 +32,7 @@ from shoal.schedules.buffer_layout import (
     times_settled,
 )
 
-_IN_BACKWARD = {"shoal": 1, "fsdp": 1, "deepspeed": 2}  # gathers of a layer
+_IN_BACKWARD = {"shoal": 1, "deepspeed": 2}  # gathers of a layer
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
@@ -139,7 +139,7 @@ def _by_one_nic(question: SyncQuestion, timer: Timer, num_bytes: float) -> Colle
     """A call of zero(3), all of whose bytes enter and leave every node by one NIC."""
     took, nic = timer(num_bytes), question.node.nic
     is_apart = on_nodes(question.cluster, question.group).is_apart
-    if nic is None or not is_apart or question.zero3_of == "fsdp":
+    if nic is None or not is_apart or question.zero3_of == "shoal":
         return took
     least, moving_s = timer(1), num_bytes / nic.rate
     words = f"one {nic.name} a node ({show_rate(nic.rate)})"
