@@ -78,6 +78,7 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
     heads += [] if until is None else [f"seconds to\n{until}", "steps"]
     late: dict[str, Callable[[RunOutcome], str | None]] = {
         "drop-\nped": lambda o: _shown(o.dropped, "{:,}".format),
+        "skip-\nped": lambda o: _shown(o.skipped, "{:,}".format),
         "stale": lambda o: _shown(o.staleness, "{:.1f}".format),
     }
     late = {head: cell for head, cell in late.items() if any(map(cell, outcomes))}

@@ -85,6 +85,7 @@ class RunOutcome:
     slowed: float | None = None  # the time of a step over that without faults
     lost: tuple[int, ...] = ()  # killed workers
     dropped: int | None = None  # pushes that came too late
+    skipped: int | None = None  # steps that workers have left out, because they were far behind
     staleness: float | None = None  # updates (gossip: steps) between reading weights and using them
     until_s: float | None = None  # from the end of the first step to a loss as low as --until says
     until_steps: int | None = None
@@ -224,6 +225,7 @@ def outcome_from(
         injected=_mean([t.injected for t in times]),
         lost=tuple(rank for rank in range(run.workers) if rank not in there),
         dropped=_dropped(reports[0]["sync"]),
+        skipped=_skipped(reports),
         staleness=_mean([stale for r in reports for stale in map(_staleness, r["sync"]) if stale]),
         until_s=until_s,
         until_steps=until_steps,
@@ -246,6 +248,12 @@ def _dropped(syncs: Sequence[dict[str, Any]]) -> int | None:
     leaders = [sync["servers"][0] for sync in syncs if sync.get("servers")]
     counts = [mine for leader in leaders for mine in leader.get("workers", {}).values()]
     return sum(mine.get("dropped", 0) for mine in counts) if counts else None
+
+
+def _skipped(reports: Sequence[dict[str, Any]]) -> int | None:
+    """Steps of all workers; None where none can be skipped."""
+    counts = [sync["skipped"] for report in reports for sync in report["sync"] if "skipped" in sync]
+    return sum(counts) if counts else None
 
 
 def _staleness(sync: dict[str, Any]) -> float | None:

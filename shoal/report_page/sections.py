@@ -200,8 +200,12 @@ def staleness(run: RecordedRun) -> Items:
     yield from _bars("Steps or updates behind, on average", behind)
     verdicts = ["admitted", "folded", "dropped"]
     workers = [item for server in _servers(run)[:1] for item in server["workers"].items()]
-    rows = [[f"rank {rank}", *(str(one.get(v, 0)) for v in verdicts)] for rank, one in workers]
-    yield from _table(["", *verdicts], rows, title="Pushes")
+    skipped = {str(rank): count for rank, count in run.syncs("skipped")}
+    rows = [
+        [f"rank {rank}", *(str(one.get(v, 0)) for v in verdicts), str(skipped.get(rank, 0))]
+        for rank, one in workers
+    ]
+    yield from _table(["", *verdicts, "skipped steps"], rows, title="Pushes")
 
 
 def _histogram(title: str, found: list[dict[str, int]]) -> Items:

@@ -408,7 +408,7 @@ class Job(LoopMethods):
         """A step of the user's own loop is over."""
         steps = self._loop_steps()
         self._loss_watch.note(self.steps + steps, loss)
-        self._throughput.end_step(steps)
+        self._count_speed(step, steps)
         self._state.count(self.steps + steps)
         self.checkpoints.save_part(step)
         for callback in self.on_step:
@@ -434,14 +434,18 @@ class Job(LoopMethods):
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
-            if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
-                self._throughput.recount_samples(sum(step.latest.microbatch_sizes), 0)
             stops = step.options.stops_at_nan and not self.checkpoints.dry
             self._loss_watch.note(step.steps, loss, stops)
-            self._throughput.end_step(step.steps - self.steps)
+            self._count_speed(step, step.steps - self.steps)
             self._state.count(step.steps)
             self._callbacks.step(step.steps, loss)
         self.checkpoints.save_part(step)
+
+    def _count_speed(self, step: Step, steps: int) -> None:
+        """What this replica has skipped is not what it does in a second."""
+        if step.sync.is_skipped and step.latest is not None:
+            self._throughput.recount_samples(sum(step.latest.microbatch_sizes), 0)
+        self._throughput.end_step(0 if step.sync.is_skipped else steps)
 
     @property
     def is_first(self) -> bool:

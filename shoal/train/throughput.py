@@ -73,7 +73,8 @@ class Throughput:
         self._rank_samples += now - before
 
     def end_step(self, steps: int = 1) -> None:
-        """A step has ended; it counts as `steps` where replicas take batches in turns."""
+        """A step has ended. It counts as `steps`: several where replicas take batches in turns,
+        none where it was skipped."""
         self._steps += steps
         self._calls += 1
         if self._calls % self._every:
@@ -110,10 +111,10 @@ class Throughput:
         last = self._marks[-1] if self._marks else None
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
         totals: dict[str, Any] = {"seconds": seconds, "samples": self._rank_samples}
-        if first is None or last is None or seconds <= 0:
+        steps = 0 if first is None or last is None else last.steps - first.steps
+        if first is None or last is None or seconds <= 0 or not steps:
             unknown = ("steps_per_s", "samples_per_s", "cpu_s_per_step", "measured_ns")
             return {**totals, **dict.fromkeys(unknown)}
-        steps = last.steps - first.steps
         return {
             **totals,
             "steps_per_s": steps / seconds,

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
+from shoal.observe.comparison import ComparedRun, outcome_from
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.rehearse.world import Train
 from shoal.train.job import Job
@@ -101,6 +102,18 @@ def test_the_same_rehearsal_gives_the_same_bits_and_seconds(strategy: str) -> No
     for one, other in zip(runs[0].results, runs[1].results, strict=True):
         assert torch.equal(one, other)
     assert runs[0].spans == runs[1].spans
+
+
+def test_steps_that_a_straggler_skips_are_counted_and_are_not_its_speed() -> None:
+    strategy = 'ps(mode="async")'
+    done = rehearsed(training(10), strategy, 2, uneven=Unevenness(slow={1: 8.0}))
+    pushed = [len(report["losses"]) - report["sync"][0]["skipped"] for report in done.reports]
+    assert pushed[0] == 30 and pushed[1] < 20
+    for report in done.reports:  # 8 of the 16 samples of a batch are on each worker
+        assert report["samples_per_s"] == pytest.approx(8 * report["steps_per_s"])
+    found = outcome_from(ComparedRun(0, strategy, 2, ""), done.reports, done.spans, None, ())
+    assert found.dropped == 0 and found.skipped == 30 - pushed[1]
+    assert found.steps_per_s == fmean(report["steps_per_s"] for report in done.reports)
 
 
 @pytest.mark.parametrize(
