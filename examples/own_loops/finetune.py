@@ -32,7 +32,7 @@ def train(job: shoal.Job) -> None:
     )
     model, optimizer = job.setup(model, optimizer)
     scheduler = CosineAnnealingLR(optimizer, T_max=EPOCHS * len(train_set) // (64 * ACCUMULATE))
-    for epoch in range(EPOCHS):
+    for epoch in job.epochs(EPOCHS):
         backbone[3].requires_grad_(epoch > 0)
         for i, (x, y) in enumerate(job.batches(train_set, batch_size=64)):
             loss = F.cross_entropy(model(x), y)

@@ -63,9 +63,8 @@ def lines_of_caller(outermost: CodeType | None) -> list[int]:
     return [f.f_lineno - f.f_code.co_firstlineno for f in _frames(outermost)][::-1]
 
 
-def place_of_caller(outermost: CodeType | None) -> Place:
+def place_of_caller(outermost: CodeType | None, callee: str = "batches") -> Place:
     """The place of the call that has led here, in Shoal's caller or in the function `outermost`."""
-    callee = "batches"
     site, counters = list[str](), list[int | None]()
     for frame in _frames(outermost):
         code = frame.f_code

@@ -71,6 +71,7 @@ class Positions:
     _known: list[LoopPosition] = field(default_factory=list)  # of a checkpoint, not yet begun
     turn: int | None = None
     is_asked: bool = False
+    in_epochs: bool = False  # the script loops over job.epochs
     note: str = ""  # about the first loop, for the user
     _saved_at: list[int] = field(default_factory=list)  # lines of the calls that saved
     _may_lack: list[int] = field(default_factory=list)  # in epoch 0, the loops behind these lines
@@ -98,6 +99,11 @@ class Positions:
             loop.past, latest.past = [*latest.past, latest.batches], []
         if before is _UNKNOWN:
             loop.unseen = list(loop.past)
+        if is_known and (loop.is_over or loop.is_left) and place.counters and not self.in_epochs:
+            self.note = (
+                "epochs that were finished before the checkpoint run without batches: write `for "
+                "epoch in job.epochs(n):` to begin with the one that is left"
+            )
         loop.place = place
         self._latest[place.site] = data, loop
         self.loops.append(loop)
@@ -126,8 +132,14 @@ class Positions:
             )
         return 0
 
+    @property
+    def has_reached_all(self) -> bool:
+        """Whether the script has come as far as the run that saved."""
+        return len(self.loops) >= len(self._known)
+
     def turns_left(self, number: int) -> range:
         """Of `job.epochs`; the latest one again where it lacks a loop that the one before had."""
+        self.in_epochs = True
         places = [loop.place for loop in self._known if loop.place and loop.place.counters]
         latest = {place.site: place.counters[0] for place in places}.values()
         is_left = all(loop.is_left or loop.is_over for loop in self._known)

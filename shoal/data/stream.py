@@ -49,6 +49,7 @@ class BatchStream:
         self._counted = 0  # batches of the present epoch that a checkpoint has counted
         self.is_resumed_later = False  # a loop over batches was done before a checkpoint
         self.has_delivered = False
+        self.is_passing = False  # in a turn that was finished before the checkpoint
         self.total_steps: int | None = None
         self.batch_size = DEFAULT_BATCH_SIZE
         self.max_steps: int | None = None  # of the whole job, whatever the script asks for
@@ -93,6 +94,7 @@ class BatchStream:
 
     def _loop(self, source: Source, epochs: int, last_step: int | None) -> Iterator[Any]:
         """Generators of loops that are left are closed: that is how `break` is seen."""
+        self.is_passing = source.loop.is_over or source.loop.is_left
         self.positions.begin(source.loop)
         try:
             yield from self._epochs(source, epochs, last_step)
@@ -171,6 +173,7 @@ class BatchStream:
             if batch is None:
                 return
             self.has_delivered = True
+            self.is_passing = False
             self._under_way.remove(source)  # the latest one comes last
             self._under_way.append(source)
             if is_new:

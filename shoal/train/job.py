@@ -18,7 +18,7 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch
-from shoal.data.loop_place import calling_frame
+from shoal.data.loop_place import calling_frame, place_of_caller
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
@@ -96,7 +96,7 @@ class Job(LoopMethods):
         self._stream = BatchStream(
             self.mesh.data, group, device, seed, self._steps_done, self._before_batch
         )
-        self._stream.must_stop = lambda: self.checkpoints.must_stop(self._steps_done())
+        self._stream.must_stop = self._must_stop
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput(group.size // self.mesh.data.size)
         self._state = JobState(self._context, self.rank, self.size, self._stream, self._throughput)
@@ -262,6 +262,7 @@ class Job(LoopMethods):
         """
         from shoal.train.evaluate import Evaluation
 
+        self._refuse_in_finished_epoch("evaluate")
         step = step or next(reversed(self._steps), None)
         if step is None:
             raise BadInput("job.evaluate comes after job.step: there is no model yet")
@@ -299,6 +300,7 @@ class Job(LoopMethods):
         it writes while training goes on: the next save, a load and the end of training wait for it,
         and raise if it could not be written.
         """
+        self._refuse_in_finished_epoch("save")
         self.checkpoints.save(Path(path), about or {}, "job.save", wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -321,7 +323,13 @@ class Job(LoopMethods):
         if self._others is not None:
             self._others.end()
         if self._stream.is_resumed_later and not self._stream.has_delivered:
-            self._say_once(f"nothing is left to train: step {self.steps} was the last one")
+            if self._stream.positions.has_reached_all:
+                self._say_once(f"nothing is left to train: step {self.steps} was the last one")
+            else:
+                self._say_once(
+                    f"nothing was trained: the checkpoint is of step {self.steps}, and the script "
+                    "has ended in epochs that were finished before it"
+                )
         for step in self._steps:
             step.sync.close()
             for sentence in step.sync.summary():
@@ -415,6 +423,23 @@ class Job(LoopMethods):
             callback(step, loss)
         self._callbacks.step(self.steps, loss)
 
+    def _must_stop(self) -> bool:
+        if not self._stream.is_passing:
+            self.checkpoints.schedulers.begin()
+        return self.checkpoints.must_stop(self._steps_done())
+
+    def _refuse_in_finished_epoch(self, call: str) -> None:
+        """It would be of the weights of a later epoch; workers that came back get what it was."""
+        stream = self._stream
+        if not stream.is_passing or stream.positions.in_epochs or self._meetings.takes_returns:
+            return
+        if place_of_caller(stream.trains_in, call).counters:
+            raise BadInput(
+                f"job.{call} in an epoch that was finished before the checkpoint would be of the "
+                f"weights of step {self.steps}: write `for epoch in job.epochs(n):`, which begins "
+                "with the epoch that is left"
+            )
+
     def _steps_done(self) -> int:
         self._loop.end_step()
         return self.steps
@@ -423,6 +448,7 @@ class Job(LoopMethods):
         return replace(self._context, seed=mix(self.seed, 5, len(self._steps)))
 
     def _before_batch(self, batch: AnyBatch) -> None:
+        self.checkpoints.schedulers.begin()
         seed = mix(self.seed, 4, self.mesh.data.rank, self._stream.delivered)
         self.generator.manual_seed(seed)
         if self._others is not None and self.mesh.data.size > 1:

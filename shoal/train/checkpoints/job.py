@@ -23,6 +23,7 @@ from shoal.runtime.trace import CHECKPOINT
 from shoal.runtime.wording import counted
 from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.checkpoints import files
+from shoal.train.checkpoints.schedulers import Schedulers
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import OwnLoop
 from shoal.train.step.step import Step
@@ -57,6 +58,7 @@ class JobCheckpoints:
         self._config = state.context.services.config
         self.before_save: Callable[[], object] = lambda: None  # raises if the losses are bad
         self.after_save: Callable[[int, str], object] = lambda steps, path: None
+        self.schedulers = Schedulers(lambda: [o.optimizer for o in loop.optimizers], self._say)
         self._saved_itself = 0  # after so many steps
         self._loaded = 0  # checkpoints
         self._has_continued = False
@@ -141,6 +143,7 @@ class JobCheckpoints:
         untrained = fit_others(others, "untrained", saved, path)
         try:
             positions = positions_of(saved.document.get("position"))
+            schedulers = self.schedulers.fit(saved.document.get("schedulers", []))
         except CheckpointError as error:
             raise damaged(path, error) from error
         for state in states:
@@ -156,6 +159,7 @@ class JobCheckpoints:
             )
         for optimizer in self._loop.optimizers:
             optimizer.take_settings()
+        self.schedulers.load(schedulers)
         document = saved.document
         self._state.go_on_after(document["steps"], document["batches"], positions)
         if self._meetings.takes_returns:  # other than in an elastic run
@@ -193,7 +197,7 @@ class JobCheckpoints:
             untrained = [(model_tensors(m.model), m.shard) for m in self._loop.untrained]
             whole = [(shard.gather_full(tensors), tied) for (tensors, tied), shard in untrained]
             others = {"ema": averages, "untrained": whole}
-            document = self._state.description(about)
+            document = self._description(about)
             saved = snapshot(self._state.models, states, document, others, copy=not wait)
             if self._is_first():
                 saved.document = files.as_json(saved.document)
@@ -201,6 +205,9 @@ class JobCheckpoints:
                 write = partial(files.write, path, saved, refuses_nan)
                 write() if wait else self._writer.start(write)
         return ""
+
+    def _description(self, about: dict[str, Any]) -> dict[str, Any]:
+        return {**self._state.description(about), "schedulers": self.schedulers.document()}
 
     @property
     def _is_of_lowest(self) -> bool:
@@ -303,7 +310,7 @@ class JobCheckpoints:
         saves = step.sync.saves
         number = None if saves is None else saves.take_accepted()
         if saves is not None and number is not None:
-            document = {**self._state.description({}), "averages": []}
+            document = {**self._description({}), "averages": []}
             from shoal.train.checkpoints.servers import worker_part  # servers: only where there are
 
             saves.write(number, lambda: worker_part(step, document))
