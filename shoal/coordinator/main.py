@@ -16,7 +16,6 @@ from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store_file import StoreFile
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.run_dir import RunDir
 
@@ -53,7 +52,7 @@ def _open(config: RunConfig) -> CoordinatorService:
         file.close()
         raise
     if config.coordinator_beyond:
-        write_atomically(run_dir.coordinator_address, service.addresses[1])
+        run_dir.note(run_dir.coordinator_address, service.addresses[1])
     return service
 
 

@@ -152,6 +152,11 @@ class RunDir:
         with suppress(OSError):
             files.write_atomically(file, json.dumps(document))
 
+    def note(self, file: Path, text: str) -> None:
+        """Of a file that other processes wait for: a full disk ends the run in a sentence."""
+        with files.room_for(self.path):
+            files.write_atomically(file, text)
+
     # ------------------------------------------------------------------ servers
 
     def read_server_pid(self, index: int) -> int | None:
@@ -190,7 +195,7 @@ class RunDir:
         name = signal_name(-returncode) if returncode < 0 else None
         document = {"rank": rank, "returncode": returncode, "signal": name}
         text = json.dumps({**document, "time_ns": time.monotonic_ns()})
-        files.write_atomically(self.exited(rank, self.incarnation(rank)), text)
+        self.note(self.exited(rank, self.incarnation(rank)), text)
 
     def has_exited(self, rank: int) -> bool:
         """Whether the process of a worker has exited, with success or not."""
@@ -232,7 +237,7 @@ class RunDir:
     def note_start(self, rank: int, incarnation: int) -> None:
         """It is about to be started again; why it failed before does not count any more."""
         self.failure(rank).unlink(missing_ok=True)
-        files.write_atomically(self._started(rank), str(incarnation))
+        self.note(self._started(rank), str(incarnation))
 
     def note_return(self, rank: int, incarnation: int, document: Mapping[str, Any]) -> None:
         self.write(self.back(rank, incarnation), {"time_ns": clock.monotonic_ns(), **document})
@@ -241,7 +246,7 @@ class RunDir:
 
     def note_step(self, rank: int, steps: int) -> None:
         """How far a worker is that was asked to stop."""
-        files.write_atomically(self._at_step(rank), str(steps))
+        self.note(self._at_step(rank), str(steps))
 
     def noted_steps(self) -> dict[int, int]:
         marks = self.path.glob("at-*.step")
@@ -249,7 +254,7 @@ class RunDir:
 
     def write_last_step(self, steps: int) -> None:
         """All workers stop after this step."""
-        files.write_atomically(self._last_step, str(steps))
+        self.note(self._last_step, str(steps))
 
     def last_step(self) -> int | None:
         """Asked before every step; hardly ever is there a file."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import read_slow
-from shoal.runtime.files import write_atomically
 from shoal.runtime.memory_limit import keep_freed_memory
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
@@ -107,7 +106,7 @@ def _open_server(config: RunConfig) -> Server:
         server.host.tracer = Recorder(server_name(*place), 0, host)
     server.host.slowness.factor = read_slow(config.slow, None, "server").get(index, 1.0)
     if beyond:
-        write_atomically(run_dir.server_address(index), server.remote_address)
+        run_dir.note(run_dir.server_address(index), server.remote_address)
     return server
 
 

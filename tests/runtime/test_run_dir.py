@@ -64,3 +64,9 @@ def test_the_directory_of_servers_is_short_enough_for_sockets(
         assert list(deep.iterdir()) == []
     finally:
         remove_locked(run_dir.path)
+
+
+def test_what_others_wait_for_and_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "gone")
+    with pytest.raises(BadInput, match=r"cannot write the files of the run to .*gone: No such"):
+        run_dir.note_exit(0, 0)

@@ -35,7 +35,6 @@ from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, Tolerance
 from shoal.runtime.config import RunConfig
-from shoal.runtime.files import write_atomically
 from shoal.runtime.memory_limit import cores, threads_of
 from shoal.runtime.parent_death import die_with
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -300,7 +299,7 @@ class LocalServers(Processes):
         spec, run_dir = self._run.spec, self._run.run_dir
         environ = self._run.server_config(spec.config, index).to_environment()
         pipes = self.start(spec.server_command, environ, rank=index if again else None)
-        write_atomically(run_dir.server_pid(index), str(self.pid_of(index)))
+        run_dir.note(run_dir.server_pid(index), str(self.pid_of(index)))
         self._policy.started(index, self.pid_of(index))
         return self._pump.connect(pipes, self._run.streams(f"[server {index}] ", "server", index))
 

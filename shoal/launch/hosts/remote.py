@@ -48,7 +48,7 @@ from shoal.launch.losses.lost_workers import LossPolicy, RunResult
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import read_kills
-from shoal.runtime.files import document_of, write_atomically
+from shoal.runtime.files import document_of
 from shoal.runtime.run_dir import new_run_dir, written_by
 from shoal.runtime.secret import new_secret
 
@@ -279,7 +279,7 @@ class RemoteWorkers(RemoteProcesses):
             if "lost_at" in document:  # the steps that are known are those of its earlier process
                 document["lost_at"] = self._run_dir.steps_done(rank) or 0
             text = json.dumps(document)
-        write_atomically(self._run_dir.path / message.name, text)
+        self._run_dir.note(self._run_dir.path / message.name, text)
         begun = (self._run_dir.steps_done(rank) or 0) + 1
         for server, at in self._server_kills:
             if begun >= at and self._run_dir.claim_kill(server, at):
