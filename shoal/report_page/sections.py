@@ -200,9 +200,9 @@ def staleness(run: RecordedRun) -> Items:
     yield from _bars("Steps or updates behind, on average", behind)
     verdicts = ["admitted", "folded", "dropped"]
     workers = [item for server in _servers(run)[:1] for item in server["workers"].items()]
-    skipped = {str(rank): count for rank, count in run.syncs("skipped")}
+    skipped = dict(run.syncs("skipped"))
     rows = [
-        [f"rank {rank}", *(str(one.get(v, 0)) for v in verdicts), str(skipped.get(rank, 0))]
+        [f"rank {rank}", *(str(one.get(v, 0)) for v in verdicts), str(skipped.get(int(rank), 0))]
         for rank, one in workers
     ]
     yield from _table(["", *verdicts, "skipped steps"], rows, title="Pushes")
