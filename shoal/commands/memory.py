@@ -80,6 +80,9 @@ def memory(
         [found] = estimates(command, [value], workers, folder, device == "cpu")
         document = {name: found[key] for name, key in _KEYS.items()}
         document["notes"] = _notes(document["estimated"], value, workers)
+        if servers := document["servers"]:
+            each = "the server" if len(servers) == 1 else f"each of {len(servers)} servers"
+            document["notes"].append(f"{each} needs {show_bytes(max(servers))}")
         if measure:
             rounds = value.sync_for(workers).meets_every
             probe = MemoryProbeConfig(folder, steps=max(2, rounds))

@@ -25,7 +25,7 @@ from shoal.comm.call import Call
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
 from shoal.data.rows import num_rows, take_rows
-from shoal.errors import BadInput, StopTraining
+from shoal.errors import BadInput, NotBuilt, StopTraining
 from shoal.observe import model_sizes
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.expert.mixtures import Mixture, mixtures_for
@@ -279,10 +279,37 @@ class EstimateJob(Job):
         given["on_cpu"] = self._services.config.memory_estimate.on_cpu
         given["exact_microbatches"] = options.microbatches if options.exact else None
         stages = [replace(sizes, **given) for sizes in stage_sizes(model, optimizer, split)]
-        self._estimates.append(memory_of(self._strategy, self._workers, stages, activations))
-        self._servers.append(servers_of(self._strategy, self._workers, stages))
+        workers = memory_of(self._strategy, self._workers, stages, activations)
+        servers = servers_of(self._strategy, self._workers, stages)
+        self._add_rows(model, optimizer, workers, servers)
+        self._estimates.append(workers)
+        self._servers.append(servers)
         term = self._strategy.sync_for(replicas)
         self._held = [held_layers(sizes, term, replicas) for sizes in stages]
+
+    def _add_rows(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        workers: list[WorkerMemory],
+        servers: list[int],
+    ) -> None:
+        """Rows of `shoal.Embedding` lie on the servers, or in the only worker."""
+        if not (tables := model_sizes.row_tables(model, optimizer).values()):
+            return
+        term: Any = self._strategy.sync_for(self._workers)
+        if self._workers > 1 and (not term.has_servers or self._strategy.splits):
+            raise NotBuilt("shoal.Embedding trains on several workers under ps, not otherwise")
+        held = math.ceil(sum(table.bytes for table in tables))
+        if servers:
+            share = -(-held // term.servers)
+            servers[:] = [taken + share for taken in servers]
+            return
+        holders = 1 if getattr(term, "placement", "") == "rank0" else self._workers
+        kind = "server" if term.has_servers else "parameters"
+        for rank in range(holders):
+            taken = getattr(workers[rank], kind)
+            workers[rank] = replace(workers[rank], **{kind: taken - -held // holders})
 
     def document(self) -> dict[str, Any] | None:
         """What was found; None where the script made no training step."""

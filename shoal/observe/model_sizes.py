@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.rows import num_rows
 from shoal.plan.tracing.module import AUTOCAST, on_fake_tensors
 from shoal.plan.tracing.recorder import SavedTensors
+from shoal.plan.workloads import RowTable
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
@@ -62,6 +63,25 @@ def sizes_of(
             if name in kept and name.endswith(("running_mean", "running_var"))
         ],
     )
+
+
+def row_tables(model: nn.Module, optimizer: OptimizerFactory) -> dict[nn.Module, RowTable]:
+    """Of each `shoal.Embedding`, whose rows take memory where they are stored."""
+    if not any(getattr(module, "has_rows", False) for module in model.modules()):
+        return {}
+    from shoal.embedding.module import embeddings_of
+    from shoal.embedding.spec import RowOptimizer
+
+    found: dict[nn.Module, RowTable] = {}
+    for _, one in embeddings_of(model):
+        chosen = one.spec.optimizer if one.has_own_optimizer else RowOptimizer.of(optimizer)
+        states = 0 if chosen is None else len(chosen.initial_state())
+        width = _ROW_WIDTH * one.dim
+        found[one] = RowTable(one.num_rows, width, width * states)
+    return found
+
+
+_ROW_WIDTH = 4  # bytes of a number: rows are fp32
 
 
 def state_bytes(

@@ -11,8 +11,9 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +26,9 @@ from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows, take_rows
 from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_line, first_step
-from shoal.observe.model_sizes import sizes_of
+from shoal.observe.model_sizes import activation_bytes, row_tables, sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
-from shoal.plan.workloads import Precision, SplitLimits
+from shoal.plan.workloads import Precision, RowTable, SplitLimits
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
@@ -67,7 +68,9 @@ class WorkloadJob(EstimateJob):
         try:
             precision = precision_for(model, optimizer, options.precision)
             workload = trace_step(model, loss, content, precision)
-            workload = replace(workload, accumulate=options.local_microbatches(1))
+            tables = trace_rows(model, optimizer, loss, content)
+            accumulate = options.local_microbatches(1)
+            workload = replace(workload, accumulate=accumulate, row_tables=tables)
         except Exception as error:  # whatever the user's model does with a fake tensor
             self._document = {"error": first_line(error)}
             return
@@ -102,6 +105,25 @@ def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision
     sizes = tuple(size for size in TP_SIZES if tp_roles(model, size))
     limits = SplitLimits(tp_sizes=sizes, ep=max(1, math.gcd(*(m.num_experts for m in mixtures))))
     return replace(traced, limits=limits, held=held)
+
+
+def trace_rows(
+    model: nn.Module, optimizer: OptimizerFactory, loss: Loss, content: Tree
+) -> tuple[RowTable, ...]:
+    """The tables of rows, each with as many ids as it is asked for in a forward."""
+    tables = row_tables(model, optimizer)
+    ids: Counter[nn.Module] = Counter()
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        ids[module] += args[0].numel()
+
+    with ExitStack() as stack:
+        for table in tables:
+            stack.callback(table.register_forward_pre_hook(note).remove)
+        if tables:
+            activation_bytes(model, loss, content, "fp32")
+    rows = num_rows(content)
+    return tuple(one._replace(ids=ids[module] / rows) for module, one in tables.items())
 
 
 def precision_for(model: nn.Module, optimizer: OptimizerFactory, precision: str) -> Precision:

@@ -130,6 +130,8 @@ class Predictor:
             largest_tensor=stages.largest_tensor,
             meetings=resolved.microbatches * stages.meetings,
             zero3_of=settings.zero3_of,
+            row_tables=self.workload.row_tables,
+            samples=resolved.split.microbatch,
         )
 
     def _tensors(self, stage: Stage, split: Split) -> TensorSizes | None:
@@ -210,7 +212,8 @@ class Predictor:
         """Of the whole model with the state of its optimizer."""
         held = self.workload.precision
         each = held.parameter_bytes + held.master_bytes + held.state_bytes
-        return parameters_of(self.workload) * each
+        rows = sum(table.bytes for table in self.workload.row_tables)
+        return parameters_of(self.workload) * each + rows
 
 
 def predict(
@@ -242,6 +245,9 @@ def _resolve(
             f"--recompute selective is for transformers by name or sizes: the trace of "
             f"{workload.name} does not show what a checkpoint of attention would keep; full does"
         )
+    shares_rows = term.has_servers and layout.replicas == layout.workers
+    if workload.row_tables and layout.workers > 1 and not shares_rows:
+        raise BadInput(f"shoal.Embedding trains on several workers under ps, not under {strategy}")
     for axis in settings.hide:
         if getattr(strategy, axis) is None:
             raise BadInput(f"--hide {axis}: {strategy} has no {axis}")

@@ -225,7 +225,8 @@ class _Search:
         for number, shape in enumerate(self._shapes()):
             ways = syncs(shape.layout, self.on_one_host, equals_single)
             self.variants += len(ways) * len(list(pipelines(shape, self.layers))) * len(_LADDER)
-            if ways and (first := self._price(shape, ways[0], ("1f1b", 1), "none")) is not None:
+            tried = (self._price(shape, way, ("1f1b", 1), "none") for way in ways)
+            if (first := next(filter(None, tried), None)) is not None:
                 parts = first.prediction.parts
                 inside = sum(part.seconds for part in parts if part.name in _INSIDE_REPLICA)
                 bounded.append((inside, number, shape))

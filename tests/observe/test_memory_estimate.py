@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal import Embedding
+from shoal.cluster.presets import load_cluster
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.launch.rank.auto import read_trace
 from shoal.observe.memory_estimate import (
     WorkerMemory,
     estimate_memory,
@@ -26,7 +29,10 @@ from shoal.observe.memory_estimate import (
 )
 from shoal.observe.memory_probe import ModelProbe
 from shoal.observe.model_sizes import activation_bytes, loop_sizes, other_bytes
-from shoal.runtime.config import MemoryEstimateConfig
+from shoal.observe.workload_trace import study_workload
+from shoal.plan.predict import PlanSettings, predict
+from shoal.plan.search import SearchOptions, search
+from shoal.runtime.config import MemoryEstimateConfig, WorkloadTraceConfig
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
@@ -276,3 +282,36 @@ def test_a_loop_of_the_scripts_own_is_estimated(tmp_path: Path) -> None:
     assert [worker["activations"] for worker in found["workers"]] == [None, None]
     assert all(worker["parameters"] >= whole for worker in found["workers"])
     assert sum(worker["optimizer"] for worker in found["workers"]) >= 2 * whole
+
+
+def test_rows_of_an_embedding_have_a_size_where_they_are_stored_and_a_price(tmp_path: Path) -> None:
+    """30,000 rows of 8 numbers, each with its sum of Adagrad, an id and a place."""
+    number, held = 30_000, 30_000 * (8 * 4 * 2 + 12)
+
+    def train(job: Job) -> None:
+        rows = Embedding(number, 8, optimizer=partial(torch.optim.Adagrad, lr=0.1))
+        model = nn.Sequential(rows, nn.Flatten(), nn.Linear(5 * 8, 1))
+        step = job.step(model, lambda y, t: y.sum(), optimizer=partial(torch.optim.SGD, lr=0.1))
+        step((torch.zeros(20, 5, dtype=torch.long), torch.zeros(20)))
+        step(None)
+
+    def make(kind: type[Job]) -> Job:
+        return kind(parse("single"), solo_group(), device=CPU)
+
+    texts = ["ps(servers=2)", 'ps(placement="workers")', "ddp"]
+    estimate_memory(MemoryEstimateConfig(tmp_path, "\n".join(texts), 4), train, make)
+    servers, inside, ddp = json.loads((tmp_path / "estimate.json").read_text())
+    assert min(servers["servers"]) >= held / 2 > max(servers["servers"]) - 2000
+    assert all(worker["server"] >= held / 4 for worker in inside["workers"])
+    assert "under ps, not otherwise" in ddp["refused"]
+
+    study_workload(WorkloadTraceConfig(tmp_path), train, make)
+    workload, _ = read_trace(tmp_path)
+    assert [table.ids for table in workload.row_tables] == [5]
+    more = replace(workload, row_tables=(workload.row_tables[0]._replace(ids=500),))
+    cluster = load_cluster("ethernet-25")
+    settings = PlanSettings(400)
+    few, many = (predict(one, cluster, "ps", 4, settings) for one in (workload, more))
+    assert many.step_s > few.step_s and few.memory.servers >= held
+    found = search(workload, cluster, 4, SearchOptions(settings))
+    assert all(one.prediction.strategy.startswith("ps") for one in found.ranked)

@@ -14,7 +14,7 @@ from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.sync_price.flat_sizes import Buckets, EvenSizes, FlatSizes, TensorSizes
-from shoal.plan.workloads import Precision
+from shoal.plan.workloads import Precision, RowTable
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -22,6 +22,8 @@ from shoal.schedules.buffer_layout import (
     SHARED_BYTES,
 )
 
+ROW_PASSES = 6  # of a row and its state, which are read and written, and of its gradient
+_ID_BYTES = 8  # of a row that is asked for
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
 NO_PART = Part("", 0.0, "")
 Made = TypeVar("Made")
@@ -60,6 +62,8 @@ class SyncQuestion:
     largest_tensor: float = 0.0  # numbers; 0: not known
     meetings: int = 0  # calls of a step in which the workers of a replica wait for each other
     zero3_of: Zero3 = "shoal"
+    row_tables: tuple[RowTable, ...] = ()
+    samples: float = 1.0  # of a micro-batch of a replica
 
     @property
     def cluster(self) -> Cluster:
@@ -129,6 +133,21 @@ class SyncQuestion:
     def buffer_bytes(self) -> float:
         """Of the flat buffer of gradients, with the loss and a flag for every tensor."""
         return self.sizes.size * self.width
+
+    @cached_property
+    def row_traffic(self) -> tuple[float, float]:
+        """Bytes of rows that a worker pulls in a step, and of gradients that it pushes."""
+        pulled = pushed = 0.0
+        for table in self.row_tables:
+            width = table.row_bytes + _ID_BYTES
+            pulled += self.microbatches * width * table.seen(self.samples)
+            pushed += width * table.seen(self.microbatches * self.samples)
+        return pulled, pushed
+
+    @property
+    def row_bytes(self) -> float:
+        """Of all tables, with the state of their optimizers."""
+        return sum(table.bytes for table in self.row_tables)
 
     @property
     def accumulates(self) -> bool:

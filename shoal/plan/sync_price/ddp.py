@@ -14,7 +14,15 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, hops
-from shoal.plan.sync_price import NO_PART, Agreeing, BucketTimes, SyncPrice, SyncQuestion, some
+from shoal.plan.sync_price import (
+    NO_PART,
+    ROW_PASSES,
+    Agreeing,
+    BucketTimes,
+    SyncPrice,
+    SyncQuestion,
+    some,
+)
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
@@ -22,11 +30,19 @@ from shoal.schedules.collectives.cost import Link, predicted_s
 from shoal.strategy.options import outer_settings
 
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
+_PASSES_TO_PULL = 2  # of rows that are copied
 _PASSES = 9  # of localsgd: difference (3), division (2), step from the agreement (2), its copy (2)
 
 
 def single(term: Any, question: SyncQuestion) -> SyncPrice:
-    return question.waiting_price(question.plain_memory())
+    memory = question.plain_memory()
+    if not question.row_tables:
+        return question.waiting_price(memory)
+    pulled, pushed = question.row_traffic
+    bus = question.node.memory_bytes_per_s or question.device.memory_bytes_per_s
+    moved = _PASSES_TO_PULL * pulled + ROW_PASSES * pushed
+    held = memory._replace(parameters=memory.parameters + question.row_bytes)
+    return question.waiting_price(held, Part("rows", moved / bus, "memory of the host"))
 
 
 def ddp(term: Any, question: SyncQuestion) -> SyncPrice:

@@ -24,12 +24,18 @@ from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     serving = Serving(term, question)
     up, down = serving.push(), serving.pull()
+    rows = serving.rows()
     if term.lockstep:
         parts = _lockstep(serving, up, down)
     elif _updates_for_each_push(serving) and serving.has_measured_pushes:
         parts = _measured(serving)
     else:
         parts = _relaxed(serving, up, down)
+    if rows is not None:
+        rows_s = (
+            rows.seconds if term.lockstep else max(rows.alone_s, rows.service_s * question.replicas)
+        )
+        parts += (Part("rows", rows_s, rows.bound),)
     if term.compress is not None:
         parts += (Part("compress", question.device.pass_s(4 * question.buffer_bytes), "memory"),)
     return SyncPrice(
@@ -74,6 +80,7 @@ def _server_bytes(serving: Serving, has_workers_weights: bool) -> float:
         buffers += question.replicas  # a push of each
     state = elements * question.state_width if term.update == "server" else 0.0
     held = buffers * elements * question.width + state
+    held += question.row_bytes / servers / question.each
     return held + _basis(term, question) / servers
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
-from shoal.plan.sync_price import SyncQuestion, update_s
+from shoal.plan.sync_price import ROW_PASSES, SyncQuestion, update_s
 from shoal.plan.sync_price.compressed import factors_of, packed_bytes
 from shoal.runtime.memory_limit import most_server_threads, server_threads
 
@@ -105,6 +105,15 @@ class Serving:
 
     def pull(self) -> Way:
         return self._way(self.pulled_bytes, 2)
+
+    def rows(self) -> Way | None:
+        """Pulls of rows before a forward, and pushes of their gradients after the last backward."""
+        if not self.question.row_tables:
+            return None
+        pulled, pushed = self.question.row_traffic
+        there, back = self._way(pulled, 2), self._way(pushed, ROW_PASSES * self.term.replicas)
+        sums = [a + b for a, b in zip(there[:3], back[:3], strict=True)]
+        return Way(sums[0], sums[1], sums[2], max(there, back).bound)
 
     def chain_s(self) -> float:
         """What a push takes along the chain, from the first copy to the last, and back."""

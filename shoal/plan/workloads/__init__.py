@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -81,6 +82,27 @@ class StageTensors(NamedTuple):
     untrained: float  # numbers of others
 
 
+class RowTable(NamedTuple):
+    """The rows of a `shoal.Embedding`, which live in a store and not in the model."""
+
+    rows: float
+    row_bytes: float
+    state_bytes: float = 0.0  # of the optimizer, for a row
+    ids: float = 0.0  # of a sample
+
+    @property
+    def bytes(self) -> float:
+        """With all rows in use, and where each of them is."""
+        return self.rows * (self.row_bytes + self.state_bytes + _INDEX_BYTES)
+
+    def seen(self, samples: float) -> float:
+        """Different rows that so many samples ask for, if all are asked for alike."""
+        return -self.rows * math.expm1(-samples * self.ids / self.rows)
+
+
+_INDEX_BYTES = 12  # of a row's id and its place
+
+
 @dataclass(frozen=True)
 class LayerRun:
     """Equal layers, one after the other."""
@@ -127,6 +149,8 @@ class Workload(Protocol):
     def runs(self) -> tuple[LayerRun, ...]: ...
     @property
     def limits(self) -> SplitLimits: ...
+    @property
+    def row_tables(self) -> tuple[RowTable, ...]: ...
     @property
     def accumulate(self) -> int: ...  # micro-batches of a batch that the script itself asks for
     def cost(self, run: int, split: Split) -> LayerCost:

@@ -25,6 +25,7 @@ from shoal.plan.workloads import (
     LayerMessage,
     LayerRun,
     Precision,
+    RowTable,
     Split,
     SplitLimits,
     StageTensors,
@@ -119,6 +120,7 @@ class TracedWorkload:
     limits: SplitLimits = UNSPLIT  # what divides a module is not known from its operations
     held: tuple[HeldTensor, ...] = ()
     accumulate: int = 1
+    row_tables: tuple[RowTable, ...] = ()
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:

@@ -351,6 +351,7 @@ class Transformer:
     precision: Precision = MIXED
 
     accumulate = 1
+    row_tables = ()
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
