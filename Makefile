@@ -31,9 +31,9 @@ $(READY): pyproject.toml constraints.txt
 setup: $(READY)
 
 demo: setup
-	$(BIN)/shoal train digits -n 2 -s ddp --out runs/digits
+	$(BIN)/shoal train -n 2 -s ddp --out runs/digits digits
 	$(BIN)/shoal eval runs/digits
-	$(BIN)/shoal verify digits -n 2 -s ddp --steps 20
+	$(BIN)/shoal verify -n 2 -s ddp --steps 20 digits
 
 # one more than there are cores: tests wait for processes that they have started
 PROCESSES := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)

@@ -1,7 +1,7 @@
 """A small network on handwritten digits, without BatchNorm: what the rehearsed table trains.
 
-shoal rehearse benchmarks/rehearse_script.py -n 16 --cluster benchmarks/clusters/racks.toml \
-    --slow 15:4x -s ddp -s "localsgd(every=8)" --until loss=1
+shoal rehearse -n 16 --cluster benchmarks/clusters/racks.toml --slow 15:4x --until loss=1
+    -s ddp -s "localsgd(every=8)" benchmarks/rehearse_script.py
 """
 
 from __future__ import annotations

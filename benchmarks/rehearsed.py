@@ -48,7 +48,7 @@ def run(
     faults = ["--slow", slow] if slow else []
     of_run = [*faults, *words]
     if words[0] == PACED:  # `--slow` of a run lasts by processor time, and it takes none
-        of_run = [*words, "--", "--slow", slow.rstrip("x")] if slow else [*words]
+        of_run = [*words, "--slow", slow.rstrip("x")] if slow else [*words]
     real: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names if number % 2 else reversed(names):

@@ -1,6 +1,6 @@
 """An operator of 16 GB and one of 1 GB, weights and gradients: devices of 10 GB need two.
 
-shoal memory examples/big.py -n 2 --limit 10GB -s ddp -s 'tp(2)' -s 'pp(2)'
+shoal memory -n 2 --limit 10GB -s ddp -s 'tp(2)' -s 'pp(2)' examples/big.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each worker maps its part of the files and reduces what it has; the results are reduced in the
 order of the files, the same on every worker.
 
-shoal run examples/map_reduce.py -n 2
+shoal run -n 2 examples/map_reduce.py
 """
 
 from __future__ import annotations

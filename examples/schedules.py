@@ -2,7 +2,7 @@
 
 shoal collectives show broadcast examples/schedules.py:two_hops --ranks 3 --prove
 shoal pipeline show examples/schedules.py:zigzag --stages 2
-shoal run digits -n 2 -s 'pp(2, schedule="examples/schedules.py:zigzag")'
+shoal run -n 2 -s 'pp(2, schedule="examples/schedules.py:zigzag")' digits
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _help_line(module: str, attribute: str) -> str | None:
 
 
 def _command_class(command: Callable[..., None]) -> type[TyperCommand] | None:
-    """One that tells words of the command from those of its script, where there may be one."""
+    """One that leaves what stands behind a script to the script."""
     if "args" not in inspect.signature(command).parameters:
         return None
     from shoal.commands.script_words import ScriptCommand  # only where it is needed

@@ -137,9 +137,9 @@ class DisturbedRun:
     def _start(
         self, options: Sequence[str], out: IO[str], err: IO[str], env: dict[str, str] | None
     ) -> forked.Popen:
-        command = [sys.executable, "-m", "shoal", "run", str(SCRIPT), *options]
-        command += ["--report", str(self.folder / "report.json"), "--"]
-        command += [str(self.folder), str(self.steps), self.recipe]
+        command = [sys.executable, "-m", "shoal", "run", *options]
+        command += ["--report", str(self.folder / "report.json")]
+        command += [str(SCRIPT), str(self.folder), str(self.steps), self.recipe]
         command += [] if self.waits_at is None else [str(self.waits_at)]
         return forked.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=env)
 

@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, which is what is tested and saved.
 
-shoal run examples/own_loops/averaging.py -n 2 -s "zero(3)"
+shoal run -n 2 -s "zero(3)" examples/own_loops/averaging.py
 """
 
 from __future__ import annotations

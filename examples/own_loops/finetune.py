@@ -2,7 +2,7 @@
 
 The last layer of the backbone is unfrozen after the first epoch.
 
-shoal run examples/own_loops/finetune.py -n 2 -s "zero(2)"
+shoal run -n 2 -s "zero(2)" examples/own_loops/finetune.py
 """
 
 from __future__ import annotations

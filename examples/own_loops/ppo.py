@@ -2,7 +2,7 @@
 
 Every worker plays all episodes alike, since they are cheap; the updates divide the samples.
 
-shoal run examples/own_loops/ppo.py -n 2 -s ddp
+shoal run -n 2 -s ddp examples/own_loops/ppo.py
 """
 
 from __future__ import annotations

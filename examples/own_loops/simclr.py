@@ -3,7 +3,7 @@
 `job.gather` gives the rows of all workers in the order of the global batch. All workers compute
 the same loss from them; its gradient comes back to the worker that has computed a row.
 
-shoal run examples/own_loops/simclr.py -n 2 -s ddp
+shoal run -n 2 -s ddp examples/own_loops/simclr.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Wasserstein GAN with gradient penalty: two models, two optimizers, a second derivative.
 
-shoal run examples/own_loops/wgan.py -n 2 -s ddp
+shoal run -n 2 -s ddp examples/own_loops/wgan.py
 """
 
 from __future__ import annotations

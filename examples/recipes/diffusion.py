@@ -4,7 +4,7 @@ What a forward draws by itself depends on how a batch is cut over workers. Drawn
 it follows from the seed, the epoch and the index of the sample. In a loop of your own
 `job.rows(lambda n: torch.randn(n, 2))` draws for the global batch and gives a worker its rows.
 
-shoal verify examples/recipes/diffusion.py -n 2 -s ddp
+shoal verify -n 2 -s ddp examples/recipes/diffusion.py
 """
 
 from __future__ import annotations

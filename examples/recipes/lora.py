@@ -2,7 +2,7 @@
 
 Parameters without `requires_grad` are in no bucket and have no optimizer state.
 
-shoal verify examples/recipes/lora.py -n 2 -s ddp
+shoal verify -n 2 -s ddp examples/recipes/lora.py
 """
 
 from __future__ import annotations

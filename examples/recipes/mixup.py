@@ -4,7 +4,7 @@ Draws of `__getitem__` follow from the seed, the epoch and the index of the samp
 mixed alike on any number of workers. Mixing the rows of a batch in the loop would mix those of one
 worker only.
 
-shoal verify examples/recipes/mixup.py -n 2 -s ddp
+shoal verify -n 2 -s ddp examples/recipes/mixup.py
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The epoch is saved beside the model, and the loop begins with it. Batches of an 
 interrupted are skipped where they were trained on. Stop it at any time and start it again, with
 another strategy or number of workers if you like:
 
-shoal run examples/recipes/resume.py -n 2 --folder curve
-shoal run examples/recipes/resume.py -n 4 -s "zero(2)" --folder curve
-shoal verify examples/recipes/resume.py -n 2 -s ddp
+shoal run -n 2 examples/recipes/resume.py --folder curve
+shoal run -n 4 -s "zero(2)" examples/recipes/resume.py --folder curve
+shoal verify -n 2 -s ddp examples/recipes/resume.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ on how a batch is cut. Drawn in `__getitem__` the noise follows from the seed, t
 index of the sample, and is equal at any number of workers. Dropout masks and the like stay in the
 model: only `shoal run --exact` makes them equal.
 
-shoal verify examples/recipes/vae.py -n 2 -s ddp
+shoal verify -n 2 -s ddp examples/recipes/vae.py
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ CHECKPOINT = option(
     metavar="DIR[:every=STEPS]",
 )
 SCRIPT_ARGS = argument(
-    "What is no option of this command goes to the script, and all that is behind --.",
-    metavar="[--] ARGS",
+    "What stands behind the script goes to it unchanged; options of this command stand before.",
+    metavar="ARGS",
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

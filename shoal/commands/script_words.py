@@ -1,107 +1,71 @@
 """Which words of a command line are the command's, and which its script's.
 
-    shoal run -n 2 train.py --epochs 1 -s ddp -- --seed 3
-              ours          script's   ours      script's
+    shoal run -n 4 -s ddp --workers 4 --seed 7 train.py
+              ours                 the script's
 
-Options before the script are the command's, as those of torchrun and python are. Behind it, options
-that the command knows stay its own, and all other words go to the script, as all words behind `--`
-do.
+As with python, torchrun and accelerate: what stands behind the script goes to it unchanged. A `--`
+right behind the script is left out, so that lines which have one mean the same.
 """
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
 from shoal.commands.launching import EXAMPLES
-from shoal.errors import BadInput
+from shoal.errors import WorkersFailed
 from shoal.runtime.wording import say
 
-_CLOSE = 0.8  # as alike as --wrokers and --workers: a typing error rather than the script's
+_BAD_USAGE = 2  # how the argument parsers of scripts end
 
 
 class ScriptCommand(TyperCommand):
     """A command with a script and its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, self._split(args, ctx.command_path))
+        at = self._script_at(args)
+        if at is not None and args[at + 1 : at + 2] != ["--"]:
+            args = [*args[: at + 1], "--", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
 
-    def _split(self, words: list[str], command: str) -> list[str]:
-        """The words with `--` before those of the script; BadInput for what is likely a typo."""
-        takes_value = {"--help": False, "-h": False}  # whether one follows the option
-        for option in self.params:
-            names = [name for name in (*option.opts, *option.secondary_opts) if name[0] == "-"]
-            takes_value |= dict.fromkeys(names, not getattr(option, "is_flag", False))
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except WorkersFailed as error:
+            own = [word for word in ctx.params["args"] or () if self._is_own(word)]
+            if error.exit_status == _BAD_USAGE and own:
+                where = f"options of {ctx.command_path} stand before the script"
+                say(f"{', '.join(own)} went to the script, being behind it: {where}")
+            raise
+
+    def _script_at(self, words: list[str]) -> int | None:
+        """Where the script stands; None: there is none, or a model by its name."""
         arguments = [p.name for p in self.params if p.param_type_name == "argument"]
-        at = _script_at(words, takes_value, arguments.index("args") - 1)
-        if at is None:
-            return words
-        script = _Script(words[at])
-        ours, theirs = list(words[: at + 1]), list[str]()
-        rest = iter(words[at + 1 :])
-        for word in rest:
-            name = _known(word, takes_value)
-            if word == "--":
-                theirs += rest
-            elif name is not None and not (name != word.partition("=")[0] and script.names(word)):
-                ours.append(word)
-                if takes_value[name] and name == word:
-                    ours += [value for value in [next(rest, None)] if value is not None]
-                if (theirs and name.startswith("--")) or script.names(name):
-                    say(
-                        f"{name} is taken as the option of {command}, not of {words[at]}: put what "
-                        "is the script's behind --, and what is not before the script"
-                    )
-            elif word == "--json" and not script.names(word):
-                ours.append(word)  # to be refused by its name: other commands have it
-            else:
-                script.check(word, command, list(takes_value))
-                theirs.append(word)
-        return [*ours, "--", *theirs]
+        behind = arguments.index("args") - 1  # so many others
+        at = 0
+        while at < len(words) and (behind or words[at].startswith("-")):
+            if words[at] == "--":
+                return None
+            behind -= not words[at].startswith("-")
+            at += 2 if self._takes_value.get(words[at]) else 1
+        is_script = at < len(words) and (
+            words[at].endswith(".py") or words[at] in EXAMPLES or Path(words[at]).is_file()
+        )
+        return at if is_script else None
 
+    @property
+    def _takes_value(self) -> dict[str, bool]:
+        """Of each option, whether a word of its own follows it."""
+        return {
+            name: not getattr(option, "is_flag", False)
+            for option in self.params
+            for name in (*option.opts, *option.secondary_opts)
+            if name.startswith("-")
+        }
 
-class _Script:
-    """A script, and which options its text names."""
-
-    def __init__(self, name: str):
-        self.name = name
-        path = Path(name)
-        self._text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
-
-    def names(self, option: str) -> bool:
-        return any(f"{quote}{option.partition('=')[0]}{quote}" in self._text for quote in "\"'")
-
-    def check(self, word: str, command: str, known: list[str]) -> None:
-        name = word.partition("=")[0]
-        close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
-        if name.startswith("--") and close and not self.names(name):
-            raise BadInput(
-                f"No such option: {name} of {command}; did you mean {close[0]}? If {self.name} "
-                "takes it, put it behind --"
-            )
-
-
-def _script_at(words: list[str], takes_value: dict[str, bool], behind: int) -> int | None:
-    """Where the script stands, behind so many others; None: there is none, or a model by name."""
-    at = 0
-    while at < len(words) and (behind or words[at].startswith("-")):
-        if words[at] == "--":
-            return None
-        behind -= not words[at].startswith("-")
-        at += 2 if takes_value.get(words[at]) else 1
-    is_script = at < len(words) and (
-        words[at].endswith(".py") or words[at] in EXAMPLES or Path(words[at]).is_file()
-    )
-    return at if is_script else None
-
-
-def _known(word: str, options: dict[str, bool]) -> str | None:
-    """The option that a word is or begins with: --seed, --seed=3, -n2."""
-    name = word.partition("=")[0]
-    if name in options and (name == word or options[name]):
-        return name
-    short = word[:2]
-    return short if short != "--" and options.get(short) else None
+    def _is_own(self, word: str) -> bool:
+        """Also --seed=3 and -n2."""
+        name = word.partition("=")[0] if word.startswith("--") else word[:2]
+        return name in self._takes_value

@@ -1,8 +1,8 @@
 """Train a small convolutional network on handwritten digits.
 
     python -m shoal.examples.digits                     one worker
-    shoal train digits -n 2 -s ddp                      two workers
-    shoal run shoal/examples/digits.py -n 2 --epochs 3 --exact
+    shoal train -n 2 -s ddp digits                      two workers
+    shoal run -n 2 shoal/examples/digits.py --epochs 3 --exact
 
 The data is the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
 C. Kaynak, UCI Machine Learning Repository, 1998, doi:10.24432/C50P49, CC BY 4.0: 1,797 images

@@ -1,8 +1,8 @@
 """Train a small GPT, character by character, on the source of the Python standard library.
 
     python -m shoal.examples.gpt                        one worker, a minute or so
-    shoal train gpt -n 2 -s ddp                         two workers
-    shoal train gpt --device cuda --size large --precision bf16 --epochs 20
+    shoal train -n 2 -s ddp gpt                         two workers
+    shoal train --device cuda gpt --size large --precision bf16 --epochs 20
 
 The text is that of the Python that runs this script: the same on every run, and on every
 worker of one machine. Workers on several machines need the same version of Python.

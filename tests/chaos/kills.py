@@ -76,8 +76,8 @@ class Attack:
         (self.folder / "train.py").write_text(script)
         env = {**os.environ, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
         env |= {"SHOAL_WAIT_NOTICE": "0.5", "SHOAL_WAIT_REPEAT": "5", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "shoal", "run", "train.py", "-n", str(WORKERS)]
-        command += ["-s", self.strategy, *options]
+        command = [sys.executable, "-m", "shoal", "run", "-n", str(WORKERS)]
+        command += ["-s", self.strategy, *options, "train.py"]
         with (self.folder / "out").open("w") as out:
             self.launcher = forked.Popen(command, cwd=self.folder, env=env, stdout=out, stderr=out)
         self.deadline_s = time.monotonic() + HANGS_S

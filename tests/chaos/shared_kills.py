@@ -48,10 +48,10 @@ def train(job):
 def start(folder: Path, strategy: str) -> forked.Popen:
     (folder / "train.py").write_text(SAVING)
     env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "shoal", "run", "train.py", "-n", str(WORKERS), "-s", strategy]
+    command = [sys.executable, "-m", "shoal", "run", "-n", str(WORKERS), "-s", strategy]
     with (folder / "out").open("w") as out:
         return forked.Popen(
-            [*command, "--timeout", "2"], cwd=folder, env=env, stdout=out, stderr=out
+            [*command, "--timeout", "2", "train.py"], cwd=folder, env=env, stdout=out, stderr=out
         )
 
 

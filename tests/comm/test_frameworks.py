@@ -227,7 +227,7 @@ shoal.run(train)
 def test_the_trainer_under_a_strategy_equals_one_device(tmp_path: Path, strategy: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    run(tmp_path, UNDER_SHOAL, *["-m", "shoal", "verify", "script.py", "-n", "2", "-s"], strategy)
+    run(tmp_path, UNDER_SHOAL, "-m", "shoal", "verify", "-n", "2", "-s", strategy, "script.py")
 
 
 @pytest.mark.whole
@@ -235,7 +235,7 @@ def test_bars_and_logs_of_the_trainer_come_from_rank_0(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     shown = UNDER_SHOAL.replace("disable_tqdm=True", "logging_steps=1")
-    done = run(tmp_path, shown, "-m", "shoal", "run", "script.py", "-n", "2")
+    done = run(tmp_path, shown, "-m", "shoal", "run", "-n", "2", "script.py")
     assert "[0] {'loss'" in done.stdout
     assert "[1] {" not in done.stdout
     assert "it/s" not in "".join(line for line in done.stderr.splitlines() if line[:3] == "[1]")

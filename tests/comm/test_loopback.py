@@ -33,7 +33,7 @@ shoal.run(train)
 def test_gloo_of_one_host_listens_at_loopback_only(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = shoal(
-        "run", "script.py", "-n", "2", "-s", "ddp(algorithm='ring')",
+        "run", "-n", "2", "-s", "ddp(algorithm='ring')", "script.py",
         cwd=tmp_path, GLOO_SOCKET_IFNAME="",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -33,9 +33,9 @@ SCRIPT += '    raise ValueError("what follows is not part of the comparison")\n'
 def test_runs_of_one_start(tmp_path: Path) -> None:
     """The same model, data and seed: ddp is equal to single, to rounding."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["compare", "train.py", "-n", "2", "--steps", "18", "--json"]
+    words = ["compare", "-n", "2", "--steps", "18", "--json"]
     document: dict[str, Any] = json_of(
-        shoal(*words, "-s", "hogwild", "-s", "ddp", "-s", "mapreduce", cwd=tmp_path)
+        shoal(*words, "-s", "hogwild", "-s", "ddp", "-s", "mapreduce", "train.py", cwd=tmp_path)
     )
     runs = {run["strategy"]: run for run in document["runs"]}
     assert list(runs) == ["single", "hogwild", "ddp", "mapreduce"]
@@ -61,14 +61,14 @@ GLOBAL_MODEL = SCRIPT.replace("def train", "own = model()\ndef train").replace(
 
 def test_a_model_of_an_earlier_run_is_refused_and_the_rest_goes_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GLOBAL_MODEL)
-    done = shoal("compare", "train.py", "-n", "1", "--steps", "3", "-s", "ddp", cwd=tmp_path)
+    done = shoal("compare", "-n", "1", "--steps", "3", "-s", "ddp", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "the script makes its model outside" in done.stdout.replace("\n", " ")
 
 
 def test_a_script_that_fails_by_itself_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('no luck')")
-    done = shoal("compare", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
+    done = shoal("compare", "-n", "1", "-s", "ddp", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "no luck" in done.stderr
 
@@ -110,8 +110,8 @@ def test_a_row_whose_step_never_ends_is_stopped_and_the_others_are_shown(tmp_pat
     looped = "        job.log(loss=step(batch))\n"
     text = SCRIPT.replace(looped, looped + HANG).replace("def train", IMPATIENT + "\ndef train")
     (tmp_path / "train.py").write_text(text)
-    words = ["compare", "train.py", "-n", "2", "--steps", "9", "--apart", "--json"]
-    document: Any = json_of(shoal(*words, "-s", "hogwild", "-s", "ddp", cwd=tmp_path))
+    words = ["compare", "-n", "2", "--steps", "9", "--apart", "--json"]
+    document: Any = json_of(shoal(*words, "-s", "hogwild", "-s", "ddp", "train.py", cwd=tmp_path))
     assert document["complete"]
     single, hogwild, ddp = document["runs"]
     assert single["failed"] is ddp["failed"] is None
@@ -184,7 +184,7 @@ LOADER = SCRIPT.replace("accuracy, data)", "accuracy, iter(data))").replace("epo
 
 def test_a_script_that_cannot_end_fails_before_the_comparison(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOADER)
-    done = shoal("compare", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
+    done = shoal("compare", "-n", "1", "-s", "ddp", "train.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "job.evaluate takes a dataset with indices" in done.stderr
     assert "Traceback" not in done.stderr
@@ -285,13 +285,14 @@ def test_faults_and_targets_in_words() -> None:
 @pytest.mark.whole
 def test_a_straggler_and_a_kill_cost_what_the_strategy_says(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["compare", "train.py", "-n", "2", "--steps", "20", "--json", "-s", "ddp"]
-    document: Any = json_of(shoal(*words, "--slow", "1:8x", "--until", "loss=9", cwd=tmp_path))
+    words = ["compare", "-n", "2", "--steps", "20", "--json", "-s", "ddp"]
+    slowed = ("--slow", "1:8x", "--until", "loss=9")
+    document: Any = json_of(shoal(*words, *slowed, "train.py", cwd=tmp_path))
     single, ddp = document["runs"]
     assert ddp["slowed"] > 0
     assert (single["slowed"], single["until_steps"], ddp["until_steps"]) == (None, 10, 10)
     assert ddp["injected"] > 0
-    words += ["-s", "ddp(elastic=True)", "--kill", "1@5"]
+    words += ["-s", "ddp(elastic=True)", "--kill", "1@5", "train.py"]
     _, plain, elastic = json_of(shoal(*words, cwd=tmp_path))["runs"]
     assert plain["failed"] == "worker 1 was killed by SIGKILL"
     assert (elastic["failed"], elastic["lost"], elastic["steps"]) == (None, [1], 20)

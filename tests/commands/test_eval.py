@@ -30,8 +30,8 @@ def train(job):
 def test_a_checkpoint_is_tested_by_its_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     trained = shoal("run", "train.py", cwd=tmp_path)
-    words = ["eval", "saved", "train.py", "-n", "2", "--mode", "test"]
-    found = json_of(shoal(*words, "--json", cwd=tmp_path))
+    words = ["eval", "-n", "2", "--json", "saved", "train.py", "--mode", "test"]
+    found = json_of(shoal(*words, cwd=tmp_path))
     assert found["accuracy"] == pytest.approx(float(trained.stdout.split()[-1]))
     assert found["workers"] == 2
     (tmp_path / "other.py").write_text(SCRIPT.replace("def test", "def _test"))

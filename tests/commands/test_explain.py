@@ -20,8 +20,8 @@ from tests.scripts import shoal as shoal_process
 
 def explained(tmp_path: Path, strategy: str, workers: int, script: str = scripts.DEEP) -> Any:
     (tmp_path / "train.py").write_text(script)
-    words = ("explain", strategy, "train.py", "-n", str(workers), "--json")
-    done = shoal_process(*words, "--svg", "it.svg", cwd=tmp_path)
+    words = ("explain", "-n", str(workers), "--json", "--svg", "it.svg")
+    done = shoal_process(*words, strategy, "train.py", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     ElementTree.parse(tmp_path / "it.svg")
     return json.loads(done.stdout)
@@ -82,10 +82,10 @@ WIDTHS = [6, 20, 16, 18, 14, 16, 12, 18, 3]  # of scripts.DEEP
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("words", "axis"), [(["tp(2)", "gpt", "-n", "4"], "tp"), (["ddp + cp(2)", "gpt"], "cp")]
+    ("words", "axis"), [(["-n", "4", "tp(2)", "gpt"], "tp"), (["ddp + cp(2)", "gpt"], "cp")]
 )
 def test_splits_of_gpt(tmp_path: Path, words: list[str], axis: str) -> None:
-    done = shoal_process("explain", *words, "--json", cwd=tmp_path)
+    done = shoal_process("explain", "--json", *words, cwd=tmp_path)
     found = json.loads(done.stdout)
     inside = [one for one in found["exchanges"] if one["over"] == [[0, 1], [2, 3]]]
     assert inside and all(one["sent_bytes"] > 0 for one in inside)
@@ -116,7 +116,7 @@ def train(job)""",
 @pytest.mark.whole
 def test_of_experts_that_cannot_be_traced_what_is_known_is_said(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ROUTED)
-    done = shoal_process("explain", "ddp + ep(2)", "train.py", "-n", "4", "--json", cwd=tmp_path)
+    done = shoal_process("explain", "ddp + ep(2)", "-n", "4", "--json", "train.py", cwd=tmp_path)
     (why,) = done.stderr.splitlines()
     assert done.returncode == 0 and why.startswith("what is sent inside of a replica is not known")
     found = json.loads(done.stdout)

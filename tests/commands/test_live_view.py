@@ -130,8 +130,8 @@ def train(job):
 def test_a_terminal_shows_who_is_lost_and_who_is_back(tmp_path: Path) -> None:
     (tmp_path / "on.py").write_text(ON)
     over = tmp_path / "over"
-    words = [*("-m", "shoal", "run", str(tmp_path / "on.py"), "-n", "3", "--restart", "1")]
-    words += ["-s", 'gossip(mode="async")', "--kill", "1@5", "--kill", "2@9", "--", str(over)]
+    words = ["-m", "shoal", "run", "-n", "3", "--restart", "1", "-s", 'gossip(mode="async")']
+    words += ["--kill", "1@5", "--kill", "2@9", str(tmp_path / "on.py"), str(over)]
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, *words])

@@ -21,7 +21,7 @@ HEADER = 256  # bytes of loss and flags, which some syncs copy
 
 def memory(tmp_path: Path, script: str, *words: str) -> dict[str, Any]:
     (tmp_path / "train.py").write_text(script)
-    done = shoal("memory", "train.py", *words, "--json", cwd=tmp_path)
+    done = shoal("memory", *words, "--json", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return json_of(done)
 
@@ -75,7 +75,7 @@ def test_a_model_of_400_gigabytes_is_estimated(tmp_path: Path) -> None:
 def test_a_model_that_tp_refuses_is_not_estimated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     asked = 'tp(2, plan={"nowhere": "column"})'
-    done = shoal("memory", "train.py", "-n", "2", "-s", asked, cwd=tmp_path)
+    done = shoal("memory", "-n", "2", "-s", asked, "train.py", cwd=tmp_path)
     assert done.returncode == 2 and "nowhere" in done.stderr
 
 
@@ -106,7 +106,7 @@ def write_script(folder: Path) -> None:
 def test_two_devices_have_a_plan(tmp_path: Path) -> None:
     write_script(tmp_path)
     asked = ("-s", "ps", "-s", "pp(2)", "-s", "tp(2)", "-s", "ep(2)")
-    done = shoal("memory", "big.py", "-n", "2", "--limit", "10GB", *asked, "--json", cwd=tmp_path)
+    done = shoal("memory", "-n", "2", "--limit", "10GB", *asked, "--json", "big.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ps, pp, tp, ep = json_of(done)["strategies"]
     assert [device["where"] for device in ps["devices"]] == ["each worker", "the server"]
@@ -121,7 +121,7 @@ def test_two_devices_have_a_plan(tmp_path: Path) -> None:
 def test_tables_name_stages_servers_and_layers(tmp_path: Path) -> None:
     write_script(tmp_path)
     asked = ("-s", "ps(servers=2)", "-s", "pp(2)")
-    done = shoal("memory", "big.py", "-n", "2", "--limit", "20GB", *asked, cwd=tmp_path)
+    done = shoal("memory", "-n", "2", "--limit", "20GB", *asked, "big.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for words in ("each server", "stage 1", "too large", "fits", "by layer"):
         assert words in done.stdout

@@ -14,12 +14,12 @@ import pytest
 from shoal.runtime.trace import open_trace
 from tests.commands.terminal import shoal
 
-SHORT = ("digits", "-n", "2", "--cluster", "dgx-a100", "--steps", "6")
+SHORT = ("-n", "2", "--cluster", "dgx-a100", "--steps", "6")
 
 
 def document_of(*words: str) -> Any:
     """Its progress is on stderr."""
-    answer = shoal("rehearse", *SHORT, *words, "--json")
+    answer = shoal("rehearse", *SHORT, *words, "--json", "digits")
     assert answer.exit_code == 0, answer.stderr
     return json.loads(answer.stdout)
 
@@ -39,7 +39,7 @@ def test_losses_and_seconds_of_each_strategy(tmp_path: Path) -> None:
 
 def test_a_recorded_rehearsal_has_the_page_of_a_run(tmp_path: Path) -> None:
     asked = ("-s", 'ps(mode="async")', "--slow", "1:3x", "--record", str(tmp_path / "kept"))
-    shown = shoal("rehearse", *SHORT, *asked)
+    shown = shoal("rehearse", *SHORT, *asked, "digits")
     assert shown.exit_code == 0, shown.stderr
     assert "updates between a pull and its push, and how often: 0:" in shown.stdout
     report = json.loads((tmp_path / "kept" / "report.json").read_text())
@@ -68,7 +68,7 @@ def test_losses_are_told_and_may_end_a_strategy(tmp_path: Path) -> None:
 
 
 def test_single_is_rehearsed_on_one_worker_for_the_others_to_be_compared_with() -> None:
-    answer = shoal("rehearse", *SHORT, "-s", "ddp", "-s", "single")
+    answer = shoal("rehearse", *SHORT, "-s", "ddp", "-s", "single", "digits")
     assert answer.exit_code == 0 and "equal (" in answer.stdout
     single, ddp = document_of("-s", "ddp", "-s", "single")["runs"]
     assert (single["strategy"], single["workers"], ddp["workers"]) == ("single", 1, 2)
@@ -76,19 +76,19 @@ def test_single_is_rehearsed_on_one_worker_for_the_others_to_be_compared_with() 
 
 
 def test_without_single_there_is_nothing_to_compare_with() -> None:
-    answer = shoal("rehearse", *SHORT, "-s", "ddp")
+    answer = shoal("rehearse", *SHORT, "-s", "ddp", "digits")
     assert answer.exit_code == 0 and "against single" not in answer.stdout
 
 
 def test_compare_virtual_is_a_rehearsal() -> None:
-    answer = shoal("compare", *SHORT, "-s", "ddp", "--virtual", "--json")
+    answer = shoal("compare", *SHORT, "-s", "ddp", "--virtual", "--json", "digits")
     assert json.loads(answer.stdout) == document_of("-s", "ddp")
-    refused = shoal("compare", "digits", "--virtual", "--apart")
+    refused = shoal("compare", "--virtual", "--apart", "digits")
     assert refused.exit_code == 2 and "--virtual" in refused.stderr
 
 
 def test_ctrl_c_ends_a_rehearsal() -> None:
-    command = [sys.executable, "-m", "shoal", "rehearse", "digits", "-n", "2", "-s", "ddp"]
+    command = [sys.executable, "-m", "shoal", "rehearse", "-n", "2", "-s", "ddp", "digits"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -121,21 +121,22 @@ if __name__ == "__main__":
 
 def test_a_loss_that_is_nan_is_told_and_json_stays_one_document(tmp_path: Path) -> None:
     (tmp_path / "diverges.py").write_text(DIVERGES)
-    asked = ("rehearse", str(tmp_path / "diverges.py"), "-n", "40", "--cluster", "dgx-a100")
-    command = [sys.executable, "-m", "shoal", *asked, "-s", "ddp"]
-    answer = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    asked = ("rehearse", "-n", "40", "--cluster", "dgx-a100", "-s", "ddp")
+    script = str(tmp_path / "diverges.py")
+    command = [sys.executable, "-m", "shoal", *asked, "--json", script]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
     (run,) = json.loads(answer.stdout)["runs"]
     assert run["losses"][-1] is None and run["losses"][0] > 0
     kept = tmp_path / "kept"
-    shown = " ".join(shoal(*asked, "-s", "ddp", "--record", str(kept)).stdout.split())
+    shown = " ".join(shoal(*asked, "--record", str(kept), script).stdout.split())
     page = shoal("report", str(kept), "-o", str(tmp_path / "page.html"))
     assert page.exit_code == 0, page.stderr
     assert "is not a finite number" in shown and "ddp nan" in shown and "printed" not in shown
 
 
 def test_rows_of_embeddings_are_rehearsed() -> None:
-    asked = ("clicks", "-n", "2", "--cluster", "laptop", "--steps", "4", "-s", "ps(servers=2)")
-    answer = shoal("rehearse", *asked, "--json")
+    asked = ("-n", "2", "--cluster", "laptop", "--steps", "4", "-s", "ps(servers=2)")
+    answer = shoal("rehearse", *asked, "--json", "clicks")
     assert answer.exit_code == 0, answer.stderr
     assert json.loads(answer.stdout)["runs"][0]["steps"] == 4
 
@@ -146,12 +147,12 @@ def test_events_of_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
         (b"\xff", "byte 0 is not UTF-8"),
     ):
         (tmp_path / "events.toml").write_bytes(content)
-        answer = shoal("rehearse", *SHORT, "--events", str(tmp_path / "events.toml"))
+        answer = shoal("rehearse", *SHORT, "--events", str(tmp_path / "events.toml"), "digits")
         assert answer.exit_code == 2 and why in " ".join(answer.stderr.split())
 
 
 def test_a_cluster_grows_with_the_workers_and_this_is_told() -> None:
-    answer = shoal("rehearse", *SHORT, "-n", "10", "-s", "ddp")
+    answer = shoal("rehearse", *SHORT, "-n", "10", "-s", "ddp", "digits")
     assert answer.exit_code == 0
     assert "the cluster has 1 node; rehearsed as if it had 2" in answer.stdout
 
@@ -173,5 +174,5 @@ def test_a_cluster_grows_with_the_workers_and_this_is_told() -> None:
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[str, str], why: str) -> None:
-    ended = shoal("rehearse", *SHORT, *words)
+    ended = shoal("rehearse", *SHORT, *words, "digits")
     assert ended.exit_code == 2 and why in ended.stderr

@@ -38,7 +38,7 @@ def test_python_shoal_torchrun_and_mpirun_print_the_same_losses(
     script.write_text(scripts.PLAIN)
     alone = losses(shoal("run", "train.py", cwd=tmp_path).stdout)
     assert len(alone) == 12
-    outputs = [shoal("run", "train.py", "-n", "2", cwd=tmp_path).stdout]
+    outputs = [shoal("run", "-n", "2", "train.py", cwd=tmp_path).stdout]
     if whole_suite:  # new interpreters; ranks that get the same variables: test_spawned.py
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         outputs.append(run(sys.executable, *torchrun, "train.py", cwd=tmp_path))
@@ -53,7 +53,7 @@ def test_python_shoal_torchrun_and_mpirun_print_the_same_losses(
 
 def test_the_first_failure_comes_last_and_in_full_with_its_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.FAILS_ON_RANK_1)
-    done = shoal("run", "train.py", "-n", "3", cwd=tmp_path)
+    done = shoal("run", "-n", "3", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "worker 1 failed" in done.stderr
     report = done.stderr[done.stderr.index("worker 1 failed") :]
@@ -68,7 +68,7 @@ def test_a_worker_that_stops_before_the_others_is_named(tmp_path: Path) -> None:
         "job.log(loss=step(batch))\n", "job.log(loss=step(batch))\n" + stops[4:]
     )
     (tmp_path / "train.py").write_text(script)
-    done = shoal("run", "train.py", "-n", "2", cwd=tmp_path)
+    done = shoal("run", "-n", "2", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "worker 0 was still running when worker 1 had finished" in done.stderr
 
@@ -89,7 +89,7 @@ def test_a_mistake_is_one_sentence_with_the_line_of_the_script(
 
 def test_a_script_that_never_calls_shoal_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('done')")
-    done = shoal("run", "plain.py", "-n", "2", cwd=tmp_path)
+    done = shoal("run", "-n", "2", "plain.py", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr.startswith("shoal: the script never called shoal.run(train)")
 
@@ -108,13 +108,13 @@ torch.save(net.state_dict(), "model.pt")
 """
     (tmp_path / "plain.py").write_text(text)
     for run in (shoal, scripts.started):
-        done = run("run", "plain.py", "-n", "2", cwd=tmp_path)
+        done = run("run", "-n", "2", "plain.py", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert "trains without shoal.run(train): each of 2 workers" in done.stderr
     assert not (tmp_path / "model.pt").exists()
 
 
-@pytest.mark.parametrize("words", ["verify train.py -s bogus", "eval nowhere"])
+@pytest.mark.parametrize("words", ["verify -s bogus train.py", "eval nowhere"])
 def test_what_cannot_run_is_refused_without_loading_torch_or_what_planners_need(
     tmp_path: Path, words: str
 ) -> None:
@@ -141,18 +141,18 @@ def test_killed_and_resumed_ends_as_if_uninterrupted_also_on_another_number_of_w
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text(scripts.SAVES)
-    whole = shoal("run", "train.py", "-n", "2", cwd=tmp_path).stdout
+    whole = shoal("run", "-n", "2", "train.py", cwd=tmp_path).stdout
     shutil.rmtree(tmp_path / "checkpoint")
-    killed = shoal("run", "train.py", "-n", "2", "--", "--die", cwd=tmp_path)
+    killed = shoal("run", "-n", "2", "train.py", "--die", cwd=tmp_path)
     assert killed.returncode != 0 and "SIGKILL" in killed.stderr
-    resumed = shoal("run", "train.py", "-n", "3", "--", "--resume", cwd=tmp_path).stdout
+    resumed = shoal("run", "-n", "3", "train.py", "--resume", cwd=tmp_path).stdout
     assert float(resumed.split()[3]) == pytest.approx(float(whole.split()[3]), abs=1e-6)
     assert resumed.split()[-2:] == ["18", "steps"]
 
 
 def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
-    done = shoal("run", "train.py", "-n", "2", "--trace", "trace.json", cwd=tmp_path)
+    done = shoal("run", "-n", "2", "--trace", "trace.json", "train.py", cwd=tmp_path)
     assert done.returncode == 0 and "computing" in done.stdout
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -162,7 +162,7 @@ def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
 
 def test_a_record_has_the_trace_and_a_report_with_every_loss(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
-    words = ["run", "train.py", "-n", "2", "--record", "new/run", "--report", "report.json"]
+    words = ["run", "-n", "2", "--record", "new/run", "--report", "report.json", "train.py"]
     done = shoal(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "new/run/report.json").read_text())
@@ -177,14 +177,14 @@ def test_a_record_has_the_trace_and_a_report_with_every_loss(tmp_path: Path) -> 
     steps = [event for event in events if event["name"] == "step" and event["pid"] == 0]
     ends = [(event["ts"] + event["dur"]) / 1e6 for event in steps]
     assert ends == pytest.approx(report["ranks"][0]["loss_s"], abs=0.2)  # on one clock
-    refused = shoal("run", "train.py", "--record", "train.py", cwd=tmp_path)
+    refused = shoal("run", "--record", "train.py", "train.py", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr == "shoal: cannot record in train.py: File exists\n"
 
 
 def test_a_report_tells_what_happened_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
-    words = ["run", "train.py", "-n", "2", "--slow", "1:2x", "--report", "report.json"]
+    words = ["run", "-n", "2", "--slow", "1:2x", "--report", "report.json", "train.py"]
     done = shoal(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -207,8 +207,8 @@ def test_hogwild_goes_on_without_a_killed_worker_and_leaves_no_shared_memory(
 ) -> None:
     script = scripts.PLAIN.replace("epochs=2", "epochs=6")
     (tmp_path / "train.py").write_text(script.replace('if __name__ == "__main__":', COUNTED))
-    words = ["run", "train.py", "-n", "3", "-s", "hogwild", "--report", "report.json"]
-    done = shoal(*words, *(["--kill", "1@9"] if kill else []), cwd=tmp_path)
+    words = ["run", "-n", "3", "-s", "hogwild", "--report", "report.json"]
+    done = shoal(*words, *(["--kill", "1@9"] if kill else []), "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = [0, 2] if kill else [0, 1, 2]
     counted = sorted(line for line in done.stdout.splitlines() if "counted" in line)

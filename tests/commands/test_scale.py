@@ -85,7 +85,7 @@ def test_columns_fit_80(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.whole
 def test_a_script_is_measured_and_predicted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN.replace("epochs=2", "epochs=9"))
-    words = ["scale", "train.py", "-n", "1,2,4", "--processes", "2", "--svg", "s.svg", "--json"]
+    words = ["scale", "-n", "1,2,4", "--processes", "2", "--svg", "s.svg", "--json", "train.py"]
     rows: Any = json_of(shoal(*words, cwd=tmp_path))["rows"]
     found = [(row["strategy"], row["workers"], row["how"]) for row in rows]
     measured = [("single", 1, "measured"), ("ddp", 2, "measured")]

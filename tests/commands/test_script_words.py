@@ -1,4 +1,4 @@
-"""Which words are the command's and which the script's: `shoal run train.py -n 2 --epochs 1`."""
+"""Which words are the command's and which the script's: `shoal run -n 2 train.py --epochs 1`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import pytest
 import typer
 
 from shoal.cli import build_app
-from shoal.errors import BadInput
 from tests import scripts
 from tests.commands.terminal import shoal
 
 SCRIPT = """
 import argparse
 parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int)
-parser.add_argument('--seed', type=int)
-parser.add_argument("--worker", type=int)
-parser.add_argument("-name")
+parser.add_argument("--seed", type=int)
+parser.add_argument("--workers", type=int)
+parser.add_argument("--resume", action="store_true")
 print(parser.parse_args())
 """
-SAID = "is taken as the option of shoal"
 
 
 @pytest.fixture(autouse=True)
@@ -31,56 +28,54 @@ def script_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def split(line: str) -> tuple[str, str]:
-    """The words of the command, and those of the script."""
+def parsed(line: str) -> dict[str, Any]:
+    """The parameters of a command."""
     name, *words = line.split()
     group: Any = typer.main.get_command(build_app([name]))
-    found: list[str] = group.commands[name]._split(words, f"shoal {name}")
-    at = found.index("--")
-    return " ".join(found[:at]), " ".join(found[at + 1 :])
+    found: dict[str, Any] = group.commands[name].make_context(f"shoal {name}", words).params
+    return found
 
 
-@pytest.mark.parametrize(
-    ("line", "ours", "theirs", "said"),
-    [
-        ("run train.py -n 2 -s ddp", "train.py -n 2 -s ddp", "", None),
-        ("run train.py -n 2 --epochs 1", "train.py -n 2", "--epochs 1", None),
-        ("run -n 2 train.py data --lr=-1 -v", "-n 2 train.py", "data --lr=-1 -v", None),
-        ("run train.py --epochs 1 -n2 -sddp", "train.py -n2 -sddp", "--epochs 1", None),
-        ("run train.py -name a --shift -1", "train.py", "-name a --shift -1", None),
-        ("run train.py -- -n 3 -- --seed 1", "train.py", "-n 3 -- --seed 1", None),
-        ("run train.py --worker 3", "train.py", "--worker 3", None),
-        ("run train.py -n 2 --seed 3", "train.py -n 2 --seed 3", "", "--seed"),
-        ("run train.py --lr 1 --device=cpu", "train.py --device=cpu", "--lr 1", "--device"),
-        ("train gpt --size large -n 2", "gpt -n 2", "--size large", None),
-        ("verify train.py --steps 3 --lr 1", "train.py --steps 3", "--lr 1", None),
-        ("compare train.py -s ddp --lr 1 -s ps", "train.py -s ddp -s ps", "--lr 1", None),
-        ("memory train.py --measure --lr 1", "train.py --measure", "--lr 1", None),
-        ("plan train.py --batch-size 8 -n 4", "train.py -n 4", "--batch-size 8", None),
-        ("eval runs/a train.py -n 2 --lr 1", "runs/a train.py -n 2", "--lr 1", None),
-        ("submit --slurm train.py --lr 1 -o a", "--slurm train.py -o a", "--lr 1", None),
-    ],
-)
-def test_words(
-    line: str, ours: str, theirs: str, said: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert split(line) == (ours, theirs)
-    stderr = capsys.readouterr().err
-    assert (f"{said} {SAID}" in stderr and "behind --" in stderr) if said else stderr == ""
+OWN = "--workers 4 --seed 7 -n 2 -s ddp --device=cpu --checkpoint=c --timeout 3 --json --help"
+COMMANDS = ("run", "compare", "memory", "plan", "predict", "simulate", "submit", "verify", "scale")
+LINES = [
+    *(f"{name} -n 3 train.py" for name in (*COMMANDS, "rehearse")),
+    *("train -n 3 digits", "eval -n 3 saved train.py", "explain -n 3 pp(2) train.py"),
+]
 
 
-def test_a_typing_error_is_not_the_scripts() -> None:
-    with pytest.raises(BadInput, match=r"did you mean --workers\? .* put it behind --"):
-        split("run train.py --wrokers 2")
+@pytest.mark.parametrize("line", LINES)
+def test_what_stands_behind_the_script_goes_to_it_unchanged(line: str) -> None:
+    for sign in ("", "-- "):  # one right behind the script is left out
+        found = parsed(f"{line} {sign}{OWN} -- x")
+        assert str(found.get("workers", found.get("numbers"))) == "3"
+        assert list(found["args"]) == f"{OWN} -- x".split()
+    assert not parsed(line)["args"]
 
 
-def test_a_run(tmp_path: Path) -> None:
-    done = scripts.shoal("run", "train.py", "-n", "1", "--epochs", "1", "-name", "a", cwd=tmp_path)
-    assert "epochs=1, seed=None, worker=None, name='a'" in done.stdout
-
-
-def test_options_before_the_script_or_of_a_model_are_the_commands() -> None:
+def test_options_stand_anywhere_where_there_is_no_script() -> None:
+    assert parsed("plan gpt-3 -n 8")["workers"] == 8
+    assert parsed("compare -s ddp --steps 3")["steps"] == 3
+    assert parsed("eval saved -n 2")["workers"] == 2
+    assert parsed("explain pp(2) -n 2")["workers"] == 2
     before = shoal("run", "--epochs", "1", "train.py")
     assert before.exit_code == 2
     assert "options of the script stand behind it" in before.stderr
-    assert shoal("plan", "gpt-3", "--epochs", "1").exit_code == 2
+
+
+def test_a_script_gets_the_options_that_are_named_as_those_of_shoal(tmp_path: Path) -> None:
+    words = ("--workers", "4", "--seed", "7", "--resume")
+    done = scripts.shoal("run", "-n", "1", "-s", "single", "train.py", *words, cwd=tmp_path)
+    assert "Namespace(seed=7, workers=4, resume=True)" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "memory"])
+def test_where_a_script_refuses_an_option_of_shoal_a_line_says_where_it_belongs(
+    tmp_path: Path, command: str
+) -> None:
+    done = scripts.shoal(command, "train.py", "-n", "2", "--seed", "1", "-sddp", cwd=tmp_path)
+    assert done.returncode == 2
+    where = f"options of shoal {command} stand before the script"
+    assert f"-n, --seed, -sddp went to the script, being behind it: {where}" in done.stderr
+    refused = scripts.shoal(command, "train.py", "--other", cwd=tmp_path)
+    assert refused.returncode == 2 and "stand before" not in refused.stderr

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,9 +246,9 @@ def submit(
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     (tmp_path / "train.py").touch(0o644)
 
-    def submit(*args: str) -> Submitted:
+    def submit(*words: str, args: Sequence[str] = ()) -> Submitted:
         with pytest.raises(SystemExit) as end:
-            main(["submit", "train.py", *args])
+            main(["submit", *words, "train.py", *args])
         return Submitted(int(end.value.code or 0), *capsys.readouterr())
 
     return submit
@@ -282,8 +282,8 @@ def test_without_sbatch_the_script_is_written_and_one_sentence_says_where(
 
 
 def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path: Path, submit: Submit) -> None:
-    args = ["-n", "2", "--checkpoint", "/data/run:every=5", "--dry-run", "--", "--lr", "0.1"]
-    done = submit(*IMAGE, *args)
+    words = ["-n", "2", "--checkpoint", "/data/run:every=5", "--dry-run"]
+    done = submit(*IMAGE, *words, args=["--lr", "0.1"])
     pod, environ = pod_of(done.out)
     assert environ["SHOAL_CHECKPOINT"] == "/data/run" and environ["SHOAL_CHECKPOINT_EVERY"] == "5"
     assert pod["containers"][0]["command"][-2:] == ["--lr", "0.1"]

@@ -164,9 +164,9 @@ COMMANDS = [
 
 STARTING_WORKERS = [
     "collectives run reduce tree --data 1,2,3,4",
-    "compare digits -n 2 -s ddp --steps 4",
-    "explain ddp+pp(2) -n 4",
-    "memory gpt -n 2",
+    "compare -n 2 -s ddp --steps 4 digits",
+    "explain -n 4 ddp+pp(2)",
+    "memory -n 2 gpt",
 ]
 
 

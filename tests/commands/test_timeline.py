@@ -121,7 +121,7 @@ def test_a_place_without_a_trace_is_refused(tmp_path: Path) -> None:
 
 def test_run_draws_two_steps_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
-    done = started("run", "train.py", "-n", "2", "-s", "ps", "--timeline", cwd=tmp_path)
+    done = started("run", "-n", "2", "-s", "ps", "--timeline", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "\nsteps 6 to 7: " in done.stdout and "\ncritical path of step 7, " in done.stdout
     lines = [line.split("  ")[0] for line in done.stdout.splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from tests.products import few_or_all
 from tests.scripts import json_of, shoal
 
 
-def printed(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def printed(
+    tmp_path: Path, script: str, *words: str, args: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(script)
-    return shoal("verify", "train.py", *words, cwd=tmp_path)
+    return shoal("verify", *words, "train.py", *args, cwd=tmp_path)
 
 
 def verify(tmp_path: Path, script: str, *words: str) -> tuple[int, dict[str, Any]]:
@@ -53,7 +56,7 @@ def test_a_loss_that_is_a_sum_is_found_in_the_first_step(tmp_path: Path) -> None
 @pytest.mark.parametrize("example", ["digits", pytest.param("gpt", marks=pytest.mark.whole)])
 def test_the_examples_are_equal(tmp_path: Path, example: str) -> None:
     small = ["--size", "tiny"] if example == "gpt" else ["--accumulate", "2", "--clip-norm", "1"]
-    done = shoal("verify", example, "-n", "2", "--steps", "6", "--json", "--", *small, cwd=tmp_path)
+    done = shoal("verify", "-n", "2", "--steps", "6", "--json", example, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json_of(done)["ok"] is True
 
@@ -137,8 +140,8 @@ EQUAL = {
 @pytest.mark.whole
 @pytest.mark.parametrize("how", EQUAL)
 def test_scripts_as_people_have_them_are_equal(tmp_path: Path, how: str) -> None:
-    words = ["--", "--lr", "1"] if how == "takes arguments" else []
-    done = printed(tmp_path, scripts.PLAIN.replace(*EQUAL[how]), "--steps", "3", *words)
+    args = ["--lr", "1"] if how == "takes arguments" else []
+    done = printed(tmp_path, scripts.PLAIN.replace(*EQUAL[how]), "--steps", "3", args=args)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("equal: train.py under ddp on 2 workers, 3 steps\n")
     assert ("the first call is compared" in done.stderr) is (how == "runs twice")

@@ -72,13 +72,13 @@ def test_a_reduce_scatter_leaves_p_minus_1_vectors_redundant() -> None:
 def test_an_operator_of_16_gb_needs_two_devices_of_10_gb(tmp_path: Path) -> None:
     (source,) = re.findall(r'```python title="big.py"\n(.*?)```', PAGE, re.DOTALL)
     (tmp_path / "big.py").write_text(source)
-    alone = scripts.shoal("memory", "big.py", "--limit", "10GB", cwd=tmp_path)
+    alone = scripts.shoal("memory", "--limit", "10GB", "big.py", cwd=tmp_path)
     assert alone.returncode == 1
     assert "layer one alone needs 16 GB" in alone.stderr
     words = ("-n", "2", "--limit", "10GB", "-s", "ddp", "-s", "tp(2)", "-s", "pp(2)")
-    both = scripts.shoal("memory", "big.py", *words, cwd=tmp_path)
+    both = scripts.shoal("memory", *words, "big.py", cwd=tmp_path)
     assert both.returncode == 0 and "within 10 GB a device: tp(2)" in both.stdout
-    planned = scripts.shoal("plan", "big.py", "-n", "2", "--limit", "10GB", cwd=tmp_path)
+    planned = scripts.shoal("plan", "-n", "2", "--limit", "10GB", "big.py", cwd=tmp_path)
     assert planned.returncode == 0
     (first,) = [line for line in planned.stdout.splitlines() if line.lstrip().startswith("1 ")]
     assert "tp(2)" in first

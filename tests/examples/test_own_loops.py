@@ -17,7 +17,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_equals_one_device(tmp_path: Path, script: str, strategy: str) -> None:
     words = ("-n", "2", "-s", strategy, "--steps", "3", "--json")
-    done = shoal("verify", str(FOLDER / f"{script}.py"), *words, cwd=tmp_path)
+    done = shoal("verify", *words, str(FOLDER / f"{script}.py"), cwd=tmp_path)
     assert json_of(done)["ok"], done.stdout
 
 
@@ -29,5 +29,5 @@ RECIPES = FOLDER.parent / "recipes"
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("[a-z]*.py")))
 def test_a_recipe_equals_one_device(tmp_path: Path, recipe: str, strategy: str) -> None:
     words = ("-n", "2", "-s", strategy, "--steps", "3", "--json")
-    done = shoal("verify", str(RECIPES / f"{recipe}.py"), *words, cwd=tmp_path)
+    done = shoal("verify", *words, str(RECIPES / f"{recipe}.py"), cwd=tmp_path)
     assert json_of(done)["ok"], done.stdout

@@ -26,9 +26,9 @@ def train(job):
 """)
 
 
-def run_gpt(tmp_path: Path, *words: str) -> list[float]:
-    options = ["--size", "tiny", "--steps", "40"]
-    done = shoal("run", "gpt", "--device", "cuda", *words, *options, cwd=tmp_path)
+def run_gpt(tmp_path: Path, *args: str) -> list[float]:
+    size = ["--size", "tiny", "--steps", "40"]
+    done = shoal("run", "--device", "cuda", "gpt", *size, *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if "loss" in line and "step" in line]
     return [float(line[line.index("loss") + 1]) for line in lines]
@@ -36,20 +36,20 @@ def run_gpt(tmp_path: Path, *words: str) -> list[float]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_gpt_learns_alone_in_every_precision(tmp_path: Path, precision: str) -> None:
-    losses = run_gpt(tmp_path, "--", "--precision", precision)
+    losses = run_gpt(tmp_path, "--precision", precision)
     assert losses[-1] < losses[0] - 0.5
 
 
 def test_one_worker_under_ddp_goes_over_nccl(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
-    done = shoal("run", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
+    done = shoal("run", "-n", "1", "-s", "ddp", "train.py", cwd=tmp_path)
     assert done.stdout.split()[:3] == ["nccl", "cuda:0", "Torch"], done.stderr
 
 
 def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
     workers = str(NUM_GPUS + 1)
-    done = shoal("run", "train.py", "-n", workers, "-s", "ddp", cwd=tmp_path)
+    done = shoal("run", "-n", workers, "-s", "ddp", "train.py", cwd=tmp_path)
     words = done.stdout.removeprefix("[0] ").split()[:3]
     assert words == ["gloo", "cuda:0", "SharedMemory" if is_built() else "Torch"], done.stderr
 
@@ -57,15 +57,15 @@ def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) ->
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_verify_passes(tmp_path: Path, workers: str, precision: str) -> None:
-    words = f"verify gpt -n {workers} -s ddp --device cuda --steps 10 --json"
-    size = ("--", "--size", "tiny", "--precision", precision)
+    words = f"verify -n {workers} -s ddp --device cuda --steps 10 --json gpt"
+    size = ("--size", "tiny", "--precision", precision)
     done = shoal(*words.split(), *size, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     print(json_of(done))
 
 
 def test_digits_with_batchnorm_verify_on_two_workers_that_share_a_gpu(tmp_path: Path) -> None:
-    done = shoal("verify", "digits", "-n", "2", "--device", "cuda", "--json", cwd=tmp_path)
+    done = shoal("verify", "-n", "2", "--device", "cuda", "--json", "digits", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -73,7 +73,7 @@ def test_digits_with_batchnorm_verify_on_two_workers_that_share_a_gpu(tmp_path: 
 def test_gossip_between_workers_that_share_a_gpu(tmp_path: Path, mode: str) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
     workers = str(max(4, NUM_GPUS + 1))
-    done = shoal("run", "train.py", "-n", workers, "-s", f'gossip(mode="{mode}")', cwd=tmp_path)
+    done = shoal("run", "-n", workers, "-s", f'gossip(mode="{mode}")', "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cuda:0" in done.stdout
 
@@ -90,7 +90,7 @@ def train(job):
 
 def final_loss(tmp_path: Path, *words: str) -> float:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = shoal("run", "train.py", *words, "--device", "cuda", cwd=tmp_path)
+    done = shoal("run", *words, "--device", "cuda", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return float(done.stdout.split()[-1])
 
@@ -117,7 +117,7 @@ def test_pushes_of_workers_on_the_gpu_of_the_server_do_not_pass_through_the_host
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("-n", "2", "-s", 'ps(placement="rank0", on="cuda")', "--device", "cuda")
-    done = shoal("run", "train.py", *words, cwd=tmp_path)
+    done = shoal("run", *words, "train.py", cwd=tmp_path)
     assert "gradients and weights by memory of the GPU" in done.stderr
 
 
@@ -144,7 +144,7 @@ def train(job):
 def test_cuda_graphs_equal_the_plain_model(tmp_path: Path, workers: str, strategy: str) -> None:
     """Losses are kept until the last step: no replay writes into them."""
     (tmp_path / "train.py").write_text(GRAPHS)
-    done = shoal("run", "train.py", "-n", workers, "-s", strategy, "--device", "cuda", cwd=tmp_path)
+    done = shoal("run", "-n", workers, "-s", strategy, "--device", "cuda", "train.py", cwd=tmp_path)
     assert "equal" in done.stdout and done.returncode == 0, done.stderr
 
 

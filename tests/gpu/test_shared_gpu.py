@@ -76,13 +76,13 @@ def train(job):
 
 def test_collectives_in_the_memory_of_a_gpu_have_the_bits_of_a_sum_by_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COLLECTIVES)
-    done = shoal("run", "train.py", "-n", "3", "-s", "ddp", "--device", "cuda:0", cwd=tmp_path)
+    done = shoal("run", "-n", "3", "-s", "ddp", "--device", "cuda:0", "train.py", cwd=tmp_path)
     assert "all equal" in done.stdout, done.stderr
 
 
 def test_ranks_that_call_other_sizes_on_a_gpu_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MISMATCH)
-    done = shoal("run", "train.py", "-n", "2", "-s", "ddp", "--device", "cuda:0", cwd=tmp_path)
+    done = shoal("run", "-n", "2", "-s", "ddp", "--device", "cuda:0", "train.py", cwd=tmp_path)
     assert done.returncode != 0
     assert "all_reduce of 10 numbers" in done.stderr
     assert "all_reduce of 11 numbers" in done.stderr
@@ -90,6 +90,6 @@ def test_ranks_that_call_other_sizes_on_a_gpu_are_named(tmp_path: Path) -> None:
 
 def test_a_killed_worker_on_a_shared_gpu_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOST)
-    done = shoal("run", "train.py", "-n", "3", "-s", "ddp", "--device", "cuda:0", cwd=tmp_path)
+    done = shoal("run", "-n", "3", "-s", "ddp", "--device", "cuda:0", "train.py", cwd=tmp_path)
     assert done.returncode != 0
     assert "worker 1" in done.stderr, done.stderr

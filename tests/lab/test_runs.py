@@ -107,9 +107,9 @@ def test_asynchronous_gossip_between_hosts_trains_and_names_a_lost_worker(
     lab: str, kill: tuple[str, ...], status: int, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
-    words = ["run", "digits", "--on", f"lab://{lab}", "-n", "4", *kill]
+    words = ["run", "--on", f"lab://{lab}", "-n", "4", *kill]
     words += ["-s", 'gossip(mode="async")', "--report", str(report)]
-    done = scripts.shoal(*words, "--", "--epochs", "1", cwd=tmp_path)
+    done = scripts.shoal(*words, "digits", "--epochs", "1", cwd=tmp_path)
     assert done.returncode == status, done.stderr
     if kill:
         assert "worker 2" in done.stderr and "was killed by SIGKILL" in done.stderr

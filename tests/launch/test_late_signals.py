@@ -73,7 +73,7 @@ if __name__ == "__main__":
 
 def run(folder: Path, when: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    words = ["run", "-n", "2", "--checkpoint", "saved:every=10", "train.py", "--", when]
+    words = ["run", "-n", "2", "--checkpoint", "saved:every=10", "train.py", when]
     return shoal(*words, cwd=folder)
 
 

@@ -85,6 +85,6 @@ def test_runs_on_two_workers_leave_no_weights_and_no_descriptors(
     tmp_path: Path, strategy: str, count: int
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["run", "script.py", "-n", "2", "-s", strategy, "--", str(count)]
+    words = ["run", "-n", "2", "-s", strategy, "script.py", str(count)]
     done = scripts.shoal(*words, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -44,7 +44,7 @@ SAVES_AT_THE_END = SCRIPT.replace("IN_LOOP", "").replace("AT_END", 'job.save("sa
 def going_on(tmp_path: Path, script: str, *words: str) -> Iterator[forked.Popen]:
     """`shoal run` of a script that has printed "go on"; killed at the end."""
     (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "shoal", "run", "train.py", *words]
+    command = [sys.executable, "-m", "shoal", "run", *words, "train.py"]
     pipe = subprocess.PIPE
     process = forked.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     try:

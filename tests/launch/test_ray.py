@@ -115,7 +115,7 @@ def test_a_script_of_another_folder_is_shown_logged_and_stopped_and_stores_no_te
     process = start(
         *(tmp_path / "there", nodes, "-s", "ddp", "--logs", str(tmp_path / "logs")),
         script_file=f"{project}/other.py",
-        script_arguments=("--", "--epochs", "3"),
+        script_arguments=("--epochs", "3"),
         WIDTH="20000",  # 3 MB of parameters; a value of more than 100 KB would be in the store
         EPOCHS="1000",
     )

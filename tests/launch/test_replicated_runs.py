@@ -25,9 +25,9 @@ def train(job):
 def run(folder: Path, *kills: str) -> tuple[str, str, dict[str, Any]]:
     """The final weights, stderr and the report of a run."""
     (folder / "train.py").write_text(SCRIPT)
-    words = ["run", "train.py", "-n", "2", "-s", "ps(servers=2, replicas=3)", "--report", "report"]
+    words = ["run", "-n", "2", "-s", "ps(servers=2, replicas=3)", "--report", "report"]
     words += [word for kill in kills for word in ("--kill", kill)]
-    ended = shoal(*words, cwd=folder)
+    ended = shoal(*words, "train.py", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout, ended.stderr, json.loads((folder / "report").read_text())
 

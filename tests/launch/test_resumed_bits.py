@@ -54,7 +54,7 @@ def run_to_end(folder: Path, strategy: str, *args: str) -> int:
     """How often it was started."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    words = ["run", "-n", "2", "-s", strategy, "--checkpoint", "saved", "train.py", "--", *args]
+    words = ["run", "-n", "2", "-s", strategy, "--checkpoint", "saved", "train.py", *args]
     for start in range(1, 5):
         done = shoal(*words, cwd=folder)
         if done.returncode != 143:

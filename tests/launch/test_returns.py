@@ -38,7 +38,7 @@ def test_the_first_worker_may_be_killed_before_the_others_have_come(
 ) -> None:
     (tmp_path / "train.py").write_text(EARLY)
     options = ["-n", "3", "-s", strategy, "--kill", "0@1", "--restart", "1"]
-    ended = shoal("run", "train.py", *options, cwd=tmp_path)
+    ended = shoal("run", *options, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "worker 0 was killed by SIGKILL" in ended.stderr
 

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 def run(tmp_path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "stop.py").write_text(STOP)
-    words = ["run", "stop.py", "-n", "2", "-s", strategy, "--timeout", "4"]
+    words = ["run", "-n", "2", "-s", strategy, "--timeout", "4", "stop.py"]
     return shoal(*words, cwd=tmp_path, SHOAL_WAIT_NOTICE="0.2", SHOAL_WAIT_REPEAT="0.3")
 
 

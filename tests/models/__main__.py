@@ -42,8 +42,8 @@ def workers(text: str) -> int:
 
 
 def verify(model: str, strategy: str, timeout_s: float) -> Cell:
-    words = [sys.executable, "-m", "shoal", "verify", str(SCRIPT), "-n", str(workers(strategy))]
-    words += ["-s", strategy, "--steps", "3", "--device", "cpu", "--", model]
+    words = [sys.executable, "-m", "shoal", "verify", "-n", str(workers(strategy))]
+    words += ["-s", strategy, "--steps", "3", "--device", "cpu", str(SCRIPT), model]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

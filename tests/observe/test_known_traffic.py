@@ -66,7 +66,7 @@ def test_sleeps_are_computing_and_bytes_are_those_of_the_tensors(
     tmp_path: Path, strategy: str, each_step: dict[tuple[str, int], int]
 ) -> None:
     (tmp_path / "train.py").write_text(SLEEPS)
-    words = ("run", "train.py", "-n", "2", "-s", strategy, "--slow", "1:3x", "--trace", "t.json")
+    words = ("run", "-n", "2", "-s", strategy, "--slow", "1:3x", "--trace", "t.json", "train.py")
     done = shoal(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     trace = from_chrome(tmp_path / "t.json")

@@ -363,7 +363,7 @@ def train(job):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "words", ["verify train.py -n 2 -s ddp", "memory train.py -n 2", "plan train.py"]
+    "words", ["verify -n 2 -s ddp train.py", "memory -n 2 train.py", "plan train.py"]
 )
 def test_commands_about_a_script_that_compiles(tmp_path: Path, words: str) -> None:
     (tmp_path / "train.py").write_text(COMPILED)

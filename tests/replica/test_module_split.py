@@ -271,14 +271,14 @@ shoal.run(train)
 def test_layers_that_are_skipped_at_random(tmp_path: Path, cut: str) -> None:
     """In processes: threads share the generators."""
     (tmp_path / "skips.py").write_text(SCRIPT)
-    words = ("verify", "skips.py", "-n", "2", "-s", f'pp(2, cuts=["{cut}"])')
+    words = ("verify", "-n", "2", "-s", f'pp(2, cuts=["{cut}"])', "skips.py")
     done = shoal(*words, cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_step_and_its_proof_leave_the_random_numbers_of_the_script_alone(tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(SCRIPT)
-    done = shoal("run", "draws.py", "-n", "2", "-s", "pp(2)", cwd=tmp_path, PYTHONPATH=ROOT)
+    done = shoal("run", "-n", "2", "-s", "pp(2)", "draws.py", cwd=tmp_path, PYTHONPATH=ROOT)
     assert "[0] True\n" in done.stdout, done.stderr
 
 

@@ -332,7 +332,7 @@ def test_the_page_of_a_run_works_in_chromium(
     tmp_path: Path, tab: Page, words: list[str], servers: list[str], sections: set[str]
 ) -> None:
     (tmp_path / "train.py").write_text(DEEP)
-    done = shoal("run", "train.py", "-n", "4", *words, "--record", "run", cwd=tmp_path)
+    done = shoal("run", "-n", "4", *words, "--record", "run", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     trace = open_trace(tmp_path / "run")
     assert {span.peer for one in trace.values() for span in one} <= {None, *trace}

@@ -40,9 +40,9 @@ def test_it_trains(world: World) -> None:
 def test_when_a_worker_is_killed_the_others_finish_and_the_first_of_them_tests_and_saves(
     tmp_path: Path, strategy: str, victim: int
 ) -> None:
-    words = ["train", "digits", "-n", "4", "-s", strategy, "--kill", f"{victim}@20"]
+    words = ["train", "-n", "4", "-s", strategy, "--kill", f"{victim}@20"]
     words += ["--out", "saved", "--report", "report.json"]
-    done = shoal(*words, "--", "--epochs", "4", cwd=tmp_path)
+    done = shoal(*words, "digits", "--epochs", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second, third = (rank for rank in range(4) if rank != victim)
     others = f"workers {first}, {second} and {third}, without worker {victim}"

@@ -71,7 +71,7 @@ def run(
     folder: Path, strategy: str, end: str, victim: int, *options: str, workers: int = 2
 ) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    words = ["run", "train.py", "-n", str(workers), "-s", strategy, *options]
+    words = ["run", "-n", str(workers), "-s", strategy, *options, "train.py"]
     return shoal(*words, cwd=folder, END=end, VICTIM=str(victim))
 
 

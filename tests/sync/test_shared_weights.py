@@ -175,8 +175,8 @@ def test_ranks_that_cannot_read_each_other_exchange_gradients(
 
 @pytest.mark.whole
 def test_a_killed_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    words = ["run", "digits", "-n", "3", "-s", SHARED, "--kill", "1@10", "--out", "saved"]
-    done = shoal(*words, "--", "--epochs", "2", cwd=tmp_path)
+    words = ["run", "-n", "3", "-s", SHARED, "--kill", "1@10", "digits", "--out", "saved"]
+    done = shoal(*words, "--epochs", "2", cwd=tmp_path)
     assert done.returncode == 1
     assert "worker 1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -87,7 +87,7 @@ def last_json(text: str) -> list[object]:
 @pytest.mark.parametrize("strategy", [pytest.param("zero(2)", marks=pytest.mark.whole), "zero(3)"])
 def test_losses_are_those_of_fsdp2(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "train.py").write_text(AGAINST_FSDP)
-    done = shoal("run", "train.py", "-n", "2", "-s", strategy, cwd=tmp_path)
+    done = shoal("run", "-n", "2", "-s", strategy, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ours, theirs = last_json(done.stdout)
     assert ours == pytest.approx(theirs, abs=1e-5)
@@ -107,6 +107,6 @@ def test_a_model_too_large_for_one_worker_trains_on_two(tmp_path: Path) -> None:
     refused = started("run", "train.py", cwd=tmp_path, **env)
     assert refused.returncode == 1 and "memory" in refused.stderr.splitlines()[-1]
     for strategy in few_or_all(["zero(3)"], ["zero(3)", "pp(2)"]):
-        split = started("run", "train.py", "-n", "2", "-s", strategy, cwd=tmp_path, **env)
+        split = started("run", "-n", "2", "-s", strategy, "train.py", cwd=tmp_path, **env)
         assert split.returncode == 0, split.stderr
         assert last_json(split.stdout) == pytest.approx(last_json(alone.stdout), abs=1e-5)

@@ -100,7 +100,7 @@ def train(job):
 )
 def test_a_save_on_rank_0_only_ends_with_a_sentence(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "train.py").write_text(SAVES_ALONE)
-    done = shoal("run", "train.py", "-n", "2", "-s", strategy, cwd=tmp_path)
+    done = shoal("run", "-n", "2", "-s", strategy, "train.py", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "called job.save" in done.stderr
     assert "also job.save, where rank 0 writes" in done.stderr

@@ -140,7 +140,7 @@ def test_mlflow_in_five_lines(tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")  # mlflow-skinny leaves it out
     (tmp_path / "train.py").write_text(MLFLOW)
     store = f"sqlite:///{tmp_path}/runs.db"
-    words = [sys.executable, "-m", "shoal", "run", "train.py", "-n", "2", store]
+    words = [sys.executable, "-m", "shoal", "run", "-n", "2", "train.py", store]
     subprocess.run(words, cwd=tmp_path, check=True, timeout=240)
     client = mlflow.tracking.MlflowClient(store)
     runs = client.search_runs(["0"])
@@ -152,7 +152,7 @@ def test_mlflow_in_five_lines(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_scalars_of_the_lines(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     done = scripts.started(
-        *("run", "digits", "-n", "2", "--tensorboard", "board", "--jsonl", "lines"),
+        *("run", "-n", "2", "--tensorboard", "board", "--jsonl", "lines", "digits"),
         *("--epochs", "1"),
         cwd=tmp_path,
     )

@@ -273,11 +273,11 @@ def test_a_killed_script_ends_as_one_that_was_not(
     tmp_path: Path, strategy: str, epochs: str
 ) -> None:
     ends = {}
-    for name, runs in {"whole": [()], "killed": [("--", "--die"), ()]}.items():
+    for name, runs in {"whole": [()], "killed": [("--die",), ()]}.items():
         (folder := tmp_path / name).mkdir()
         (folder / "train.py").write_text(SCRIPT.replace("EPOCHS", epochs))
         for words in runs:
-            done = shoal("run", "train.py", "-n", "2", "-s", strategy, *words, cwd=folder)
+            done = shoal("run", "-n", "2", "-s", strategy, "train.py", *words, cwd=folder)
         assert done.returncode == 0, done.stderr
         ends[name] = next(line for line in done.stdout.splitlines() if "steps, loss" in line)
     assert ends["killed"] == ends["whole"]

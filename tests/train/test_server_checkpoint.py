@@ -302,8 +302,8 @@ def test_a_run_whose_servers_were_lost_continues(
     """They are killed while they save, or end with a worker of a synchronous run."""
 
     def go(strategy: str, *options: str) -> Any:
-        command = [sys.executable, "-m", "shoal", "run", "digits", "-n", "2", "-s", strategy]
-        ending = ["--report", f"{tmp_path}/report", "--", "--steps", "60"]
+        command = [sys.executable, "-m", "shoal", "run", "-n", "2", "-s", strategy]
+        ending = ["--report", f"{tmp_path}/report", "digits", "--steps", "60"]
         return run([*command, *options, *ending], capture_output=True)
 
     def logged() -> Any:

@@ -44,7 +44,7 @@ def test_without_a_compiler_the_build_succeeds_and_leaves_the_native_part_out(
 
 def test_without_the_native_part_workers_go_over_gloo_and_say_so_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = shoal_command("run", "train.py", "-n", "2", cwd=tmp_path)
+    done = shoal_command("run", "-n", "2", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Torch [2.0, 2.0, 2.0]" in done.stdout
     assert (done.stdout + done.stderr).count("no shared memory") == 1

@@ -1,7 +1,7 @@
 """`shoal.run`: become a worker if a launcher has started this process, else run or launch.
 
 python train.py                      one worker, in this process
-shoal run train.py -n 4 -s ddp       this process is one of four: RunConfig has its rank
+shoal run -n 4 -s ddp train.py       this process is one of four: RunConfig has its rank
 torchrun, mpirun, srun               the same, from their variables
 dist.init_process_group(...)         one of its ranks, where no variable says more
 shoal.run(train, workers=4)          start the script again as four workers, and wait; in a thread,
