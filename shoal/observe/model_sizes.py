@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.rows import num_rows
 from shoal.plan.tracing.module import AUTOCAST, on_fake_tensors
 from shoal.plan.tracing.recorder import SavedTensors
-from shoal.plan.workloads import RowTable
+from shoal.plan.workloads import StoredRows
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
@@ -65,19 +65,19 @@ def sizes_of(
     )
 
 
-def row_tables(model: nn.Module, optimizer: OptimizerFactory) -> dict[nn.Module, RowTable]:
+def row_tables(model: nn.Module, optimizer: OptimizerFactory) -> dict[nn.Module, StoredRows]:
     """Of each `shoal.Embedding`, whose rows take memory where they are stored."""
     if not any(getattr(module, "has_rows", False) for module in model.modules()):
         return {}
     from shoal.embedding.module import embeddings_of
     from shoal.embedding.spec import RowOptimizer
 
-    found: dict[nn.Module, RowTable] = {}
+    found: dict[nn.Module, StoredRows] = {}
     for _, one in embeddings_of(model):
         chosen = one.spec.optimizer if one.has_own_optimizer else RowOptimizer.of(optimizer)
         states = 0 if chosen is None else len(chosen.initial_state())
         width = _ROW_WIDTH * one.dim
-        found[one] = RowTable(one.num_rows, width, width * states)
+        found[one] = StoredRows(one.num_rows, width, width * states)
     return found
 
 

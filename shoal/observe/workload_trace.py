@@ -28,7 +28,7 @@ from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_line, first_step
 from shoal.observe.model_sizes import activation_bytes, row_tables, sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
-from shoal.plan.workloads import Precision, RowTable, SplitLimits
+from shoal.plan.workloads import Precision, SplitLimits, StoredRows
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
@@ -109,7 +109,7 @@ def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision
 
 def trace_rows(
     model: nn.Module, optimizer: OptimizerFactory, loss: Loss, content: Tree
-) -> tuple[RowTable, ...]:
+) -> tuple[StoredRows, ...]:
     """The tables of rows, each with as many ids as it is asked for in a forward."""
     tables = row_tables(model, optimizer)
     ids: Counter[nn.Module] = Counter()

@@ -14,7 +14,7 @@ from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.sync_price.flat_sizes import Buckets, EvenSizes, FlatSizes, TensorSizes
-from shoal.plan.workloads import Precision, RowTable
+from shoal.plan.workloads import Precision, StoredRows
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -62,7 +62,7 @@ class SyncQuestion:
     largest_tensor: float = 0.0  # numbers; 0: not known
     meetings: int = 0  # calls of a step in which the workers of a replica wait for each other
     zero3_of: Zero3 = "shoal"
-    row_tables: tuple[RowTable, ...] = ()
+    row_tables: tuple[StoredRows, ...] = ()
     samples: float = 1.0  # of a micro-batch of a replica
 
     @property

@@ -82,7 +82,7 @@ class StageTensors(NamedTuple):
     untrained: float  # numbers of others
 
 
-class RowTable(NamedTuple):
+class StoredRows(NamedTuple):
     """The rows of a `shoal.Embedding`, which live in a store and not in the model."""
 
     rows: float
@@ -150,7 +150,7 @@ class Workload(Protocol):
     @property
     def limits(self) -> SplitLimits: ...
     @property
-    def row_tables(self) -> tuple[RowTable, ...]: ...
+    def row_tables(self) -> tuple[StoredRows, ...]: ...
     @property
     def accumulate(self) -> int: ...  # micro-batches of a batch that the script itself asks for
     def cost(self, run: int, split: Split) -> LayerCost:

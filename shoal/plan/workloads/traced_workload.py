@@ -25,10 +25,10 @@ from shoal.plan.workloads import (
     LayerMessage,
     LayerRun,
     Precision,
-    RowTable,
     Split,
     SplitLimits,
     StageTensors,
+    StoredRows,
 )
 from shoal.runtime.decoders import decode_json
 
@@ -120,7 +120,7 @@ class TracedWorkload:
     limits: SplitLimits = UNSPLIT  # what divides a module is not known from its operations
     held: tuple[HeldTensor, ...] = ()
     accumulate: int = 1
-    row_tables: tuple[RowTable, ...] = ()
+    row_tables: tuple[StoredRows, ...] = ()
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
