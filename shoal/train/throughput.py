@@ -107,12 +107,13 @@ class Throughput:
         `cpu_s_per_step` are seconds of processors, of all threads of this process.
         `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
         """
-        first = self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None
-        last = self._marks[-1] if self._marks else None
-        seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
+        marks = self._marks or [Mark(0, 0, 0, 0)]
+        first = marks[int(_WARM_UP * len(marks))]
+        last = marks[-1]
+        seconds = (last.time_ns - first.time_ns) / 1e9
+        steps = last.steps - first.steps
         totals: dict[str, Any] = {"seconds": seconds, "samples": self._rank_samples}
-        steps = 0 if first is None or last is None else last.steps - first.steps
-        if first is None or last is None or seconds <= 0 or not steps:
+        if seconds <= 0 or not steps:
             unknown = ("steps_per_s", "samples_per_s", "cpu_s_per_step", "measured_ns")
             return {**totals, **dict.fromkeys(unknown)}
         return {
