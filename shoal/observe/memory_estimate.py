@@ -213,7 +213,7 @@ class EstimateJob(Job):
 
         return first_call
 
-    def setup(self, *objects: Any) -> Any:
+    def setup(self, *objects: Any, **options: Any) -> Any:
         """Of a loop of the script's own; its activations cannot be known."""
         self._is_own_loop = True
         models = [o for o in objects if isinstance(o, nn.Module)]

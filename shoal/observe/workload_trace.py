@@ -54,7 +54,7 @@ class WorkloadJob(EstimateJob):
 
     _document: dict[str, Any] | None = None
 
-    def setup(self, *objects: Any) -> Any:
+    def setup(self, *objects: Any, **options: Any) -> Any:
         self._document = {
             "error": "the script computes its loss in a loop of its own (job.setup), which has no "
             "step to trace; job.step has one"
@@ -175,7 +175,7 @@ class ProfileJob(EstimateJob):
     def around_script(self) -> AbstractContextManager[None]:
         return nullcontext()  # it computes
 
-    def setup(self, *objects: Any) -> Any:
+    def setup(self, *objects: Any, **options: Any) -> Any:
         raise StopTraining
 
     def _estimate(

@@ -32,7 +32,7 @@ from shoal.train.callbacks import Callbacks, numbers_of
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
-from shoal.train.own_loop.torch_hooks import OtherOptimizers
+from shoal.train.own_loop.torch_hooks import OtherOptimizers, has_grad_scaler
 from shoal.train.step.build import build_step
 from shoal.train.step.options import Count, OnNan, StepFunctions, StepOptions
 from shoal.train.step.run_services import RunServices, StepContext
@@ -87,7 +87,7 @@ class Job(LoopMethods):
         self.local_rank = self._services.local_rank
         self.local_size = self._services.local_size
         self._printed: set[str] = set()
-        self._loss_watch = LossWatch(self._say_once)
+        self._loss_watch = LossWatch(self._say_once, self._is_scaled)
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._context = StepContext(
@@ -415,7 +415,8 @@ class Job(LoopMethods):
     def _end_loop_step(self, step: Step, loss: Tensor) -> None:
         """A step of the user's own loop is over."""
         steps = self._loop_steps()
-        self._loss_watch.note(self.steps + steps, loss)
+        stops = step.options.stops_at_nan and not self.checkpoints.dry
+        self._loss_watch.note(self.steps + steps, loss, stops)
         self._count_speed(step, steps)
         self._state.count(self.steps + steps)
         self.checkpoints.save_part(step)
@@ -439,6 +440,9 @@ class Job(LoopMethods):
                 f"weights of step {self.steps}: write `for epoch in job.epochs(n):`, which begins "
                 "with the epoch that is left"
             )
+
+    def _is_scaled(self) -> bool:
+        return bool(self._loop.parts) and has_grad_scaler()
 
     def _steps_done(self) -> int:
         self._loop.end_step()

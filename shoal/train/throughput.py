@@ -133,8 +133,10 @@ class LossWatch:
     On a CPU a loss is looked at in its step, elsewhere now and then: it would wait for it.
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None], is_scaled: Callable[[], bool] = lambda: False):
+        """`is_scaled`: the script skips steps of losses that are too large by itself."""
         self.reported: int | None = None  # the step
+        self._is_scaled = is_scaled
         self._say = say
         self._noted: list[tuple[int, Tensor]] = []
         self._stops = False
@@ -154,10 +156,11 @@ class LossWatch:
             if not all(map(math.isfinite, loss.flatten().tolist())):
                 self.reported = step
                 found = f"the loss of step {step} is not a finite number (nan or inf)"
-                if self._stops:
+                if self._stops and not self._is_scaled():
                     raise CheckFailed(
                         f"{found}: the run stops, and checkpoints of earlier steps are kept; "
-                        'job.step(…, on_nan="skip") leaves out such steps, "go on" trains on'
+                        'on_nan="skip" of job.step and job.setup leaves out such steps, "go on" '
+                        "trains on"
                     )
                 self._say(found)
                 return

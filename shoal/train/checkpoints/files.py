@@ -80,8 +80,8 @@ def write(path: Path, checkpoint: Checkpoint, refuses_nan: bool = False) -> None
             version.publish(json.dumps(manifest, indent=1).encode())
     except NanError as error:
         raise CheckpointError(
-            f'{error} has values that are nan: nothing was saved in {path}; with on_nan="go on" '
-            "job.step trains such a model, and job.save saves it"
+            f'{error} has values that are nan: nothing was saved in {path}; with on_nan="go on" of '
+            "job.step or job.setup such a model is trained, and job.save saves it"
         ) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot save a checkpoint at {path}: {error}") from error

@@ -25,6 +25,7 @@ from shoal.replica.compiled import is_optimized, uncompiled
 from shoal.replica.pipeline.split_backward import leaves_of
 from shoal.train.own_loop.rows import LoopForwards, LoopRows
 from shoal.train.own_loop.torch_hooks import clip_for
+from shoal.train.step.options import OnNan, StepOptions
 from shoal.train.step.prepare_model import PreparedModel, check_modules
 from shoal.train.step.run_services import StepContext
 from shoal.train.step.step import Step
@@ -87,7 +88,7 @@ class OwnLoop:
 
     # ------------------------------------------------------------------ setting up
 
-    def setup(self, objects: Sequence[Any]) -> tuple[list[Step], Any]:
+    def setup(self, objects: Sequence[Any], options: StepOptions) -> tuple[list[Step], Any]:
         """The steps that were made, and what `job.setup` returns."""
         from shoal.train.own_loop.optimizer import LoopOptimizer
         from shoal.train.own_loop.setup import loop_term, set_up
@@ -98,7 +99,7 @@ class OwnLoop:
         models = [uncompiled(model)[0] for model in given]
         optimizers = [o for o in objects if not isinstance(o, nn.Module)]
         first = len(self.parts)
-        made, updates = set_up(models, optimizers, self._context, self._taken, self.parts)
+        made, updates = set_up(models, optimizers, self._context, self._taken, self.parts, options)
         self._prepared += made
         for prepared in made:
             self._forwards.watch(prepared.model, prepared.shard)
@@ -279,7 +280,7 @@ class LoopMethods:
     _note_exchange: Callable[[], None]
     _refuse_elastic: Callable[[str], None]
 
-    def setup(self, *objects: Any) -> Any:
+    def setup(self, *objects: Any, on_nan: OnNan = "stop") -> Any:
         """Prepare models and their optimizers for a loop of your own; returns them.
 
             model, optimizer = job.setup(model, optimizer)
@@ -287,9 +288,10 @@ class LoopMethods:
         Any number of models (nn.Module) and optimizers: torch.optim instances whose parameters
         are in these models, or one function from (name, parameter) pairs to an optimizer. The
         returned optimizer synchronizes in `step`; schedulers work on it. Call it on all ranks,
-        before `job.load` and `job.batches`. It may be called again with other models.
+        before `job.load` and `job.batches`. It may be called again with other models. `on_nan`
+        is that of `job.step`.
         """
-        steps, returned = self._loop.setup(objects)
+        steps, returned = self._loop.setup(objects, StepOptions(on_nan=on_nan))
         for step in steps:
             self._add_step(step)
         return returned

@@ -128,6 +128,19 @@ class LoopOptimizer:
             of_part.update(changed[id(group)])
         self._seen = present
 
+    def _skips(self) -> bool:
+        """Whether this step is left out, on all workers: on_nan="skip", and a gradient is nan."""
+        step = self.parts[0].step
+        if step.options.on_nan != "skip":
+            return False
+        found = torch.zeros((), device=self.parts[0].flat.device)
+        for p in params_of(self.optimizer):
+            if p.grad is not None:
+                found.logical_or_(~p.grad.isfinite().all())
+        step.mesh.world.all_reduce(found, Op.MAX).wait()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+        return bool(found)
+
     def _agree_on_overflow(self, found: Tensor) -> None:
         """Any worker's; for GradScaler."""
         step = self.parts[0].step
@@ -147,7 +160,8 @@ class LoopOptimizer:
                 result = None if closure is None else closure()
                 for part in self.parts:
                     part.before_update()
-                self._step_parts()
+                if not self._skips():
+                    self._step_parts()
                 return result
         self.give_settings()
         result = None if closure is None else closure()

@@ -74,6 +74,7 @@ def set_up(
     context: Callable[[], StepContext],
     taken: Taken,
     parts: list[LoopPart],
+    options: StepOptions,
 ) -> tuple[list[PreparedModel], list[tuple[torch.optim.Optimizer, list[LoopPart]]]]:
     """What was made of models, and of optimizers. All ranks call it together.
 
@@ -100,7 +101,7 @@ def set_up(
     places = {id(p): (i, n) for i, model in enumerate(models) for n, p in model.named_parameters()}
     names = [[places[id(p)] for p in params_of(optimizer)] for optimizer in made]
     taken.update(_named(models))
-    prepared = _prepare(models, term, context)
+    prepared = _prepare(models, term, context, options)
     taken.update(_named(models))
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
@@ -140,7 +141,10 @@ def _named(models: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
 
 
 def _prepare(
-    models: Sequence[nn.Module], term: SyncTerm, context: Callable[[], StepContext]
+    models: Sequence[nn.Module],
+    term: SyncTerm,
+    context: Callable[[], StepContext],
+    options: StepOptions,
 ) -> list[PreparedModel]:
     """Each with the split terms that are about it; one without experts is whole under ep."""
     strategy = context().strategy
@@ -161,7 +165,7 @@ def _prepare(
             sync = term.with_whole_parameters()
             of_model = replace(of_model, sync=sync, tp=None)
         made = replace(context(), strategy=of_model)
-        prepared.append(prepare_model(model, sync, StepOptions(), made, _by_the_script))
+        prepared.append(prepare_model(model, sync, options, made, _by_the_script))
     return prepared
 
 
