@@ -1,6 +1,6 @@
 """What `import shoal` does in a worker of `shoal run`: it seeds generators, and guards training.
 
-Python's `random` and numpy draw the same numbers on every worker, as torch does. A script that
+Python's `random`, numpy and torch draw the same numbers on every worker. A script that
 trains without `shoal.run` is ended: each of its workers would do the same.
 """
 
@@ -20,8 +20,11 @@ _hooks: list[Any] = []
 
 
 def seed_python(seed: int) -> None:
-    """Seed the global generators of `random` and, where it is loaded, of numpy."""
+    """Seed the global generators of `random` and, where they are loaded, of numpy and torch."""
     random.seed(seed)
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 

@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.runtime.config import RunConfig
+from shoal.runtime.launched_worker import seed_python
 from tests import forked
 from tests.scripts import script
 
@@ -28,6 +30,14 @@ def test_what_a_script_draws_before_shoal_run_is_the_same_on_every_worker() -> N
         command = [sys.executable, "-c", DRAW]
         drawn.append(subprocess.check_output(command, env=config.to_environment()))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_seed_is_that_of_torch_too() -> None:
+    drawn = []
+    for _ in range(2):
+        seed_python(3)
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.whole
