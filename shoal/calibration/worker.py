@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.calibration.kernels import KernelBench, sample_rounds
 from shoal.calibration.measure import RESULT
+from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
@@ -72,9 +73,8 @@ def _rounds(group: Group, call: Callable[[], Any], calls: int) -> dict[str, floa
 
 def _exchange(group: Group, mine: Tensor, theirs: Tensor) -> None:
     """Every rank sends to the next one while it receives from the one before."""
-    sent = group.send(mine, (group.rank + 1) % group.size)
-    group.recv(theirs, (group.rank - 1) % group.size).wait()
-    sent.wait()
+    sent = PeerMessage(mine, (group.rank + 1) % group.size)
+    group.exchange([sent], [PeerMessage(theirs, (group.rank - 1) % group.size)]).wait()
 
 
 _WORK_S = 5e-4  # of computation between two calls

@@ -72,6 +72,14 @@ TORCH_OPS = {
 }
 
 
+class PeerMessage(NamedTuple):
+    """One end of a message between two ranks: what goes to `peer`, or where what it sends comes."""
+
+    data: Tensor
+    peer: int
+    tag: int = 0
+
+
 class Call(NamedTuple):
     """One call of one collective on one rank; its arguments have been checked by `Group`.
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Call
+from shoal.comm.call import Call, PeerMessage
 from shoal.runtime.trace import SentBytes
-from shoal.transport.transport import Work
+from shoal.transport.transport import Work, Works
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.topology import Topology
@@ -32,6 +32,8 @@ class Executor(Protocol):
     # whether an operation beside the computation takes a core from it
     takes_cores: bool = False
     may_share: bool = True  # whether ranks of one host may keep one copy of their weights
+    in_order: bool = False  # messages meet in the order of their calls, and one waits for the next
+    few_large: bool = False  # whether one long call is faster than as many numbers in short ones
     device: torch.device | None = None  # of all ranks; one GPU of all of them serves their calls
     topology: Topology | None = None  # which ranks share a host, where there are several
 
@@ -44,6 +46,11 @@ class Executor(Protocol):
 
     @abstractmethod
     def recv(self, into: Tensor, src: int, tag: int) -> Work: ...
+
+    def exchange(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]) -> Work:
+        """Messages of which none waits for another one."""
+        works = [self.send(m.data, m.peer, m.tag) for m in sends]
+        return Works([*works, *(self.recv(m.data, m.peer, m.tag) for m in receives)])
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Executor | None:

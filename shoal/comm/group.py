@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Call, Op, Operand, check_reducible, sent_bytes
+from shoal.comm.call import Call, Op, Operand, PeerMessage, check_reducible, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.errors import BadInput
 from shoal.runtime.trace import SentBytes
@@ -81,6 +81,21 @@ class Group:
         if src != ANY_SOURCE or not self.executor.any_source:
             self._check_peer("receive from", src)
         return self.executor.recv(into, src, tag)
+
+    def exchange(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]) -> Work:
+        """Messages to and from other ranks at once: pairs that send to each other, rings, graphs.
+
+        Tensors of a GPU may go over NCCL, which pairs the messages of two ranks in the order of
+        their calls, whatever the tag, and where a send lasts until its receiver has called. So two
+        ranks that send to each other call it, and not `send` and `recv`.
+        """
+        for data, peer, _ in sends:
+            self._check_peer("send to", peer)
+            if self._sent is not None:
+                self._sent.total += data.nbytes
+        for _, peer, _ in receives:
+            self._check_peer("receive from", peer)
+        return self.executor.exchange(sends, receives)
 
     # ------------------------------------------------------------------ collectives
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,10 +28,11 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
+from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group, Op
 from shoal.errors import BadInput, ShoalError
 from shoal.pytree import Tree
-from shoal.transport.transport import Work
+from shoal.transport.transport import DoneWork, Work
 
 MAX_DESCRIPTION_BYTES = 1 << 28
 _MAX_TENSOR_BYTES = 1 << 42
@@ -181,14 +183,12 @@ _CPU = torch.device("cpu")
 # ------------------------------------------------------------------ bytes
 
 
-def all_gather_bytes(
-    group: Group, data: bytes, max_bytes: int = MAX_BYTES, device: torch.device | None = None
-) -> list[bytes]:
+def all_gather_bytes(group: Group, data: bytes, max_bytes: int = MAX_BYTES) -> list[bytes]:
     """The bytes of every rank, by rank: one all-gather. `max_bytes` is the same on all ranks.
 
     Zeros at the end are lost.
     """
-    padded = _padded(data, max_bytes, device)
+    padded = _padded(data, max_bytes)
     gathered = padded.new_empty(group.size, max_bytes)
     group.all_gather(gathered, padded).wait()
     return [_unpadded(row) for row in gathered]
@@ -201,18 +201,18 @@ def broadcast_bytes(group: Group, data: bytes, root: int, max_bytes: int = MAX_B
     return _unpadded(padded)
 
 
-def all_equal(group: Group, data: bytes, device: torch.device | None = None) -> bool:
+def all_equal(group: Group, data: bytes) -> bool:
     """Whether all ranks have the same bytes, of any length: one all-reduce of 16 bytes."""
     number = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
-    highest = torch.tensor([number, -number], device=device)
+    highest = torch.tensor([number, -number])
     group.all_reduce(highest, Op.MAX).wait()
     return highest.tolist() == [number, -number]
 
 
-def _padded(data: bytes, max_bytes: int, device: torch.device | None = None) -> Tensor:
+def _padded(data: bytes, max_bytes: int) -> Tensor:
     if len(data) > max_bytes:
         raise BadInput(f"{data!r} is longer than the {max_bytes} bytes that are exchanged")
-    return torch.tensor(list(data.ljust(max_bytes, b"\0")), dtype=torch.uint8, device=device)
+    return torch.tensor(list(data.ljust(max_bytes, b"\0")), dtype=torch.uint8)
 
 
 def _unpadded(row: Tensor) -> bytes:
@@ -306,6 +306,14 @@ def broadcast_object(group: Group, value: Any, root: int) -> Any:
 # ------------------------------------------------------------------ pytrees
 
 
+class Envelope(NamedTuple):
+    """A pytree for another rank, or with None for a tree one that comes from it."""
+
+    peer: int
+    tag: int
+    tree: Tree = None
+
+
 class PytreeWork(NamedTuple):
     """A pytree that is being sent. It holds the tensors until it is waited for."""
 
@@ -325,39 +333,62 @@ class PytreeChannel:
         tensors        a message each, as bytes
 
     So shapes may change from message to message, and shapes that do not change cost 8 bytes.
-    Tensors arrive on `device`; length and description are exchanged on `header_device`.
+    Length and description lie in the host's memory, tensors leave and arrive on `device`.
     """
 
-    def __init__(
-        self, group: Group, device: torch.device, header_device: torch.device | None = None
-    ):
+    def __init__(self, group: Group, device: torch.device):
         self.group = group
         self.device = device
-        self._header_device = header_device or _CPU
         self._sent: dict[tuple[int, int], bytes] = {}
         self._received: dict[tuple[int, int], bytes] = {}
+        self._coming: dict[tuple[int, int], deque[tuple[Tree, Work]]] = defaultdict(deque)
 
     def send(self, tree: Tree, dst: int, tag: int) -> PytreeWork:
-        description, tensors = describe(tree)
-        is_new = self._sent.get((dst, tag)) != description
-        self._sent[dst, tag] = description
-        length = torch.tensor([len(description) if is_new else 0], device=self._header_device)
-        messages = [length]
-        if is_new:
-            text = torch.frombuffer(bytearray(description), dtype=torch.uint8)
-            messages.append(text.to(self._header_device))
-        messages += [tensor_bytes(t) for t in tensors if t.numel()]
-        return PytreeWork([self.group.send(m, dst, tag) for m in messages], messages)
+        return self.exchange([Envelope(dst, tag, tree)], [])
+
+    def exchange(self, sends: Sequence[Envelope], meanwhile: Sequence[Envelope]) -> PytreeWork:
+        """Send trees; those of `meanwhile` come in the same time, each with `recv`, as any other.
+
+        Where messages meet in the order of their calls, theirs are called here, with the sends.
+        """
+        works: list[Work] = []
+        headers: list[Tensor] = []
+        messages: list[PeerMessage] = []
+        for peer, tag, tree in sends:
+            description, tensors = describe(tree)
+            is_new = self._sent.get((peer, tag)) != description
+            self._sent[peer, tag] = description
+            header = [torch.tensor([len(description) if is_new else 0])]
+            if is_new:
+                header.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+            works += [self.group.send(each, peer, tag) for each in header]
+            headers += header
+            if self.group.executor.in_order:
+                tensors = [t.to(self.device) for t in tensors]
+            messages += [PeerMessage(tensor_bytes(t), peer, tag) for t in tensors if t.numel()]
+        sent = [message.data for message in messages]
+        if not self.group.executor.in_order:
+            works += [self.group.send(m.data, m.peer, m.tag) for m in messages]
+            return PytreeWork(works, [*headers, *sent])
+        trees = [self._announced(peer, tag) for peer, tag, _ in meanwhile]
+        receives = [message for _, incoming in trees for message in incoming]
+        work: Work = DoneWork()
+        if messages or receives:
+            work = self.group.exchange(messages, receives)
+        for (peer, tag, _), (tree, _) in zip(meanwhile, trees, strict=True):
+            self._coming[peer, tag].append((tree, work))
+        return PytreeWork([*works, work], [*headers, *sent])
 
     def recv(self, src: int, tag: int) -> Tree:
         """Tensors that required a gradient at the sender require one here: they are new leaves."""
-        length = torch.zeros(1, dtype=torch.int64, device=self._header_device)
-        self.group.recv(length, src, tag).wait()
-        if int(length):
-            self._received[src, tag] = self._recv_description(int(length), src, tag)
-        if (src, tag) not in self._received:
-            raise self._damaged(src, "a message without a description")
-        return self._recv_tensors(self._received[src, tag], src, tag)
+        coming = self._coming.get((src, tag))
+        if coming:
+            tree, work = coming.popleft()
+            work.wait()
+            return tree
+        tree, messages = self._announced(src, tag)
+        self.group.exchange([], messages).wait()
+        return tree
 
     def gather(self, tree: Tree, tag: int) -> list[Tree]:
         """The trees of all ranks on the first one; the others get their own."""
@@ -366,14 +397,14 @@ class PytreeChannel:
             return [tree]
         return [tree, *(self.recv(rank, tag) for rank in range(1, self.group.size))]
 
-    def _recv_description(self, length: int, src: int, tag: int) -> bytes:
-        if not 0 < length <= MAX_DESCRIPTION_BYTES:
-            raise self._damaged(src, f"a description of {length} bytes")
-        text = torch.zeros(length, dtype=torch.uint8, device=self._header_device)
-        self.group.recv(text, src, tag).wait()
-        return text.cpu().numpy().tobytes()
-
-    def _recv_tensors(self, description: bytes, src: int, tag: int) -> Tree:
+    def _announced(self, src: int, tag: int) -> tuple[Tree, list[PeerMessage]]:
+        """The tree that comes next, and the messages that fill its tensors."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self.group.recv(length, src, tag).wait()
+        if int(length):
+            self._received[src, tag] = self._recv_description(int(length), src, tag)
+        if (src, tag) not in self._received:
+            raise self._damaged(src, "a message without a description")
         tensors: list[Tensor] = []
 
         def allocate(header: TensorHeader) -> Tensor:
@@ -382,13 +413,17 @@ class PytreeChannel:
             return tensor.requires_grad_() if header.requires_grad else tensor
 
         try:
-            tree = rebuild(description, allocate, self.device)
+            tree = rebuild(self._received[src, tag], allocate, self.device)
         except ValueError as error:
             raise self._damaged(src, f"a damaged description ({error})") from error
-        for tensor in tensors:
-            if tensor.numel():
-                self.group.recv(tensor_bytes(tensor), src, tag).wait()
-        return tree
+        return tree, [PeerMessage(tensor_bytes(t), src, tag) for t in tensors if t.numel()]
+
+    def _recv_description(self, length: int, src: int, tag: int) -> bytes:
+        if not 0 < length <= MAX_DESCRIPTION_BYTES:
+            raise self._damaged(src, f"a description of {length} bytes")
+        text = torch.zeros(length, dtype=torch.uint8)
+        self.group.recv(text, src, tag).wait()
+        return text.numpy().tobytes()
 
     def _damaged(self, src: int, what: str) -> ShoalError:
         return ShoalError(f"rank {self.group.rank} got {what} from rank {src}")

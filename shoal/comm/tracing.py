@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Call, sent_bytes
+from shoal.comm.call import Call, PeerMessage, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
 from shoal.runtime import clock
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
 from shoal.transport.shm.messages import ANY_SOURCE
-from shoal.transport.transport import Work
+from shoal.transport.transport import Work, Works
 
 
 @dataclass(eq=False)
@@ -79,6 +79,8 @@ class Traced(Executor):
         self.any_source = executor.any_source
         self.takes_cores = executor.takes_cores
         self.may_share = executor.may_share
+        self.in_order = executor.in_order
+        self.few_large = executor.few_large
 
     def submit(self, call: Call) -> Work:
         num_bytes = sent_bytes(call, self.rank, self.size)
@@ -91,21 +93,40 @@ class Traced(Executor):
         return TracedWork(work, self._tracer, kind, *told)
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        traced = self._sending(data, dst, tag)
+        return traced(self._executor.send(data, dst, tag))
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        traced = self._receiving(into, src, tag)
+        return traced(self._executor.recv(into, src, tag))
+
+    def exchange(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]) -> Work:
+        """Where it is one operation, all of its messages end when it does."""
+        if not self.in_order:
+            return super().exchange(sends, receives)
+        traced = [self._sending(m.data, m.peer, m.tag) for m in sends]
+        traced += [self._receiving(m.data, m.peer, m.tag) for m in receives]
+        work = self._executor.exchange(sends, receives)
+        return Works([each(work) for each in traced])
+
+    def _sending(self, data: Tensor, dst: int, tag: int) -> Callable[[Work], TracedWork]:
         peer = self._members[dst]
         detail = f"send {data.nbytes} bytes to {peer}"
         number = self._number(f"{self._members[self.rank]} to {peer}, tag {tag}")
         self._mark("send", detail, data.nbytes, peer, number)
         self._tracer.sent.total += data.nbytes
-        work = self._executor.send(data, dst, tag)
-        return TracedWork(work, self._tracer, "send", lambda: detail, 0, data.nbytes, peer, number)
+        return lambda work: TracedWork(
+            work, self._tracer, "send", lambda: detail, 0, data.nbytes, peer, number
+        )
 
-    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+    def _receiving(self, into: Tensor, src: int, tag: int) -> Callable[[Work], TracedWork]:
         peer = None if src == ANY_SOURCE else self._members[src]
         detail = f"receive {into.nbytes} bytes from {'any rank' if peer is None else peer}"
         number = self._number(f"{peer} to {self._members[self.rank]}, tag {tag}")
         self._mark("receive", detail, 0, peer, number)
-        work = self._executor.recv(into, src, tag)
-        return TracedWork(work, self._tracer, "receive", lambda: detail, 0, 0, peer, number)
+        return lambda work: TracedWork(
+            work, self._tracer, "receive", lambda: detail, 0, 0, peer, number
+        )
 
     def split(self, ranks: Sequence[int]) -> Traced | None:
         child = self._executor.split(ranks)
@@ -135,21 +156,21 @@ class Traced(Executor):
 _ROUND_TRIPS = 16
 
 
-def common_origin_ns(group: Group, device: torch.device, is_one_host: bool) -> int:
+def common_origin_ns(group: Group, is_one_host: bool) -> int:
     """One moment on the monotonic clock of every rank; all ranks call it.
 
     Processes of a host share the clock. Between hosts rank 0 asks each rank for the time: the
     answer that came back soonest was given in the middle between question and answer, up to half
     of that round trip.
     """
-    origin = torch.tensor([clock.monotonic_ns()], device=device)
+    origin = torch.tensor([clock.monotonic_ns()])
     if is_one_host or group.size == 1:
         group.broadcast(origin).wait()
         return int(origin)
     if group.rank:
         for _ in range(_ROUND_TRIPS):
             group.recv(origin, 0).wait()
-            group.send(torch.tensor([clock.monotonic_ns()], device=device), 0).wait()
+            group.send(torch.tensor([clock.monotonic_ns()]), 0).wait()
         group.recv(origin, 0).wait()
         return int(origin)
     answer = torch.empty_like(origin)

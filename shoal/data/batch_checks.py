@@ -88,7 +88,6 @@ class SameBatches:
 
     group: Group
     replicas: int
-    device: torch.device
     compares: bool = True
 
     @property
@@ -98,7 +97,7 @@ class SameBatches:
     def check(self, batch: Any, total: int) -> None:
         """`total` is the number of samples in it."""
         _check_enough(total, self.replicas, "batch")
-        if self.is_on and not all_equal(self.group, batch_digest(batch, total), self.device):
+        if self.is_on and not all_equal(self.group, batch_digest(batch, total)):
             raise BadInput(
                 f"rank {self.group.rank} and another rank got different global batches from the "
                 "same iterable: seed its shuffling, or give job.batches the dataset and a "
@@ -108,10 +107,10 @@ class SameBatches:
     def check_samples(self, fetch: Callable[[], Any], total: int) -> None:
         """`fetch` gets some samples of a dataset of `total`, the same ones on all ranks."""
         first = batch_digest(fetch(), total) if self.is_on else b""
-        if not self.is_on or all_equal(self.group, first, self.device):
+        if not self.is_on or all_equal(self.group, first):
             return
         noise = b"" if first == batch_digest(fetch(), total) else b"%d" % self.group.rank
-        if not all_equal(self.group, noise, self.device):
+        if not all_equal(self.group, noise):
             self.compares = False  # samples with noise of their own are never twice the same
             return
         raise BadInput(

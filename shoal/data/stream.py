@@ -40,7 +40,7 @@ class BatchStream:
     ):
         self.seed = seed
         self.replicas = group.size
-        self.same = SameBatches(everyone, group.size, device)
+        self.same = SameBatches(everyone, group.size)
         self.steps_done = steps_done
         self.on_batch = on_batch
         self.positions = Positions()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
@@ -69,32 +70,28 @@ class Neighbours:
         listeners = self.mixing.listeners(self.group.rank, step)
         before: Callable[[], None] | None = None
         for turn, chunk in enumerate(torch.split(data, MIXING_CHUNK_BYTES // data.element_size())):
-            works, terms = self._exchange(chunk, weights, listeners, turn % 2)
+            work, terms = self._exchange(chunk, weights, listeners, turn % 2)
             if before is not None:
                 before()
-            before = partial(self._settle, chunk, works, terms)
+            before = partial(self._settle, chunk, work, terms)
         if before is not None:
             before()
 
     def _exchange(
         self, chunk: Tensor, weights: dict[int, float], listeners: Sequence[int], turn: int
-    ) -> tuple[list[Work], list[tuple[float, Tensor]]]:
+    ) -> tuple[Work, list[tuple[float, Tensor]]]:
         rank = self.group.rank
-        works = []
         terms = []
-        for peer in sorted({*weights, *listeners}):
+        receives = []
+        for peer in sorted(weights):
             if peer == rank:
                 terms.append((weights[rank], chunk))
                 continue
-            # of two ranks the lower one sends first: NCCL runs messages of a pair in this order
-            for sends in (rank < peer, rank > peer):
-                if sends and peer in listeners:
-                    works.append(self.group.send(chunk, peer, TAG))
-                elif not sends and peer in weights:
-                    landing = self._buffer(len(terms), turn, chunk)
-                    works.append(self.group.recv(landing, peer, TAG))
-                    terms.append((weights[peer], landing))
-        return works, terms
+            landing = self._buffer(len(terms), turn, chunk)
+            receives.append(PeerMessage(landing, peer, TAG))
+            terms.append((weights[peer], landing))
+        sends = [PeerMessage(chunk, peer, TAG) for peer in sorted(listeners) if peer != rank]
+        return self.group.exchange(sends, receives), terms
 
     def _buffer(self, position: int, turn: int, like: Tensor) -> Tensor:
         buffer = self._landing.get((position, turn))
@@ -102,9 +99,8 @@ class Neighbours:
             buffer = self._landing[position, turn] = torch.empty_like(like)
         return buffer[: like.numel()]
 
-    def _settle(self, chunk: Tensor, works: list[Work], terms: list[tuple[float, Tensor]]) -> None:
-        for work in works:
-            work.wait()
+    def _settle(self, chunk: Tensor, work: Work, terms: list[tuple[float, Tensor]]) -> None:
+        work.wait()
         total = self._buffer(-1, 0, chunk).zero_()
         for weight, term in terms:
             total.add_(term, alpha=weight)
@@ -364,6 +360,6 @@ def _is_same(mixing: Mixing, replica: Replica) -> bool:
     """Whether all ranks have this graph: files may differ, and so may versions of networkx."""
     data = b"".join(matrix.tobytes() for matrix in mixing.matrices)
     if not comes_back(replica):
-        return all_equal(replica.group, data, replica.flat.device)
+        return all_equal(replica.group, data)
     digest = hashlib.sha256(data).hexdigest().encode()
     return broadcast_bytes(replica.group, digest, 0) == digest

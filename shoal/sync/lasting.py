@@ -73,7 +73,7 @@ class InRankMemory(Sync):
             lasting = _join_lasting(replica, run_dir, header_bytes(self.size) + num_bytes, fill)
             place = (self.rank, self.size, replica.config.incarnation)
             return RankMemory.lasting(lasting, place, run_dir.has_ended)
-        exchange = partial(all_gather_bytes, self.group, device=self.flat.device)
+        exchange = partial(all_gather_bytes, self.group)
         ranks = RankMemory.join(exchange, self.rank, self.size, num_bytes)
         if ranks is None:
             raise BadInput(

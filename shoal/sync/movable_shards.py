@@ -39,7 +39,7 @@ def gather_optimizer(
     whole model on rank 0.
     """
     shards = flat.shards(group.size)
-    channel = PytreeChannel(group, flat.device, header_device=flat.device)
+    channel = PytreeChannel(group, flat.device)
     groups = parameter_groups(update.optimizer, update.named)
     if group.rank != 0:
         pack = Packing(update)

@@ -46,7 +46,7 @@ def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> Iterator[None]
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
     }
-    if group.size == 1 or not all_equal(group, "\n".join(named).encode(), params[0].device):
+    if group.size == 1 or not all_equal(group, "\n".join(named).encode()):
         yield
         return
     with kept(list(named.values()) if group.rank == 0 else []):

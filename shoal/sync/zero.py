@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
 from shoal.comm.staging import share_storage
 from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
@@ -71,14 +72,11 @@ class ShardedUpdate:
     def copy_gradients(self, own: Tensor, copies: Sequence[Tensor]) -> None:
         """Send the gradients of the own shard to its copies, and get those of `copied`."""
         ranks = self.group.size
-        works: list[Work] = []
-        for distance, copy in enumerate(copies, 1):
-            if own.numel():
-                works.append(self.group.send(own, (self.group.rank + distance) % ranks))
-            if copy.numel():
-                works.append(self.group.recv(copy, (self.group.rank - distance) % ranks))
-        for work in works:
-            work.wait()
+        rank = self.group.rank
+        numbered = enumerate(copies, 1)
+        receives = [PeerMessage(copy, (rank - n) % ranks) for n, copy in numbered if copy.numel()]
+        sends = [PeerMessage(own, (rank + n) % ranks) for n in range(1, len(copies) + 1)]
+        self.group.exchange(sends if own.numel() else [], receives).wait()
 
     def apply(self) -> None:
         if self.movable is not None:

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from shoal.comm.group import Group
 from shoal.comm.members.board import Document, FileBoard
 from shoal.comm.objects import all_gather_bytes
@@ -43,10 +41,9 @@ _MAX_LOADS = 8
 class Agreement:
     """All ranks call its methods in the same order."""
 
-    def __init__(self, group: Group, device: torch.device, elastic_sum: ElasticSum | None = None):
+    def __init__(self, group: Group, elastic_sum: ElasticSum | None = None):
         """`elastic_sum` is for runs where ranks may be lost."""
         self._group = group
-        self._device = device
         self._elastic_sum = None if elastic_sum is None else elastic_sum.beside("agreement")
 
     def begin(self, meeting: str) -> None:
@@ -95,7 +92,7 @@ class Agreement:
             return {0: text}
         data = text.encode(errors="replace")[:_MAX_BYTES]
         if self._elastic_sum is None:
-            found = all_gather_bytes(self._group, data, _MAX_BYTES, self._device)
+            found = all_gather_bytes(self._group, data, _MAX_BYTES)
             return {rank: row.decode(errors="replace") for rank, row in enumerate(found)}
         rows = self._elastic_sum.gather([data.decode(errors="replace")], range(size))
         return {rank: str(row[0]) for rank, row in rows.items()}

@@ -107,7 +107,7 @@ class Job(LoopMethods):
             own = self._loop.optimizers
             self._others = OtherOptimizers(self._steps, lambda: [o.optimizer for o in own])
         self._elastic = self._train_elastically(group) if isinstance(group, ElasticGroup) else None
-        agreement = Agreement(group, device, self._services.elastic_sum)
+        agreement = Agreement(group, self._services.elastic_sum)
         self._meetings = JobMeetings(self._state, agreement, self._elastic)
         self.checkpoints = JobCheckpoints(
             self._state, self._loop, self._meetings, agreement, lambda: self.is_first

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,16 @@ class Transport(Protocol):
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         """Receive into `into` (contiguous, of the same size and dtype as what was sent)."""
+
+
+class Works(NamedTuple):
+    """Several operations as one."""
+
+    works: Sequence[Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 @runtime_checkable
@@ -77,28 +87,28 @@ class TorchWork:
     `finish` is done by the first wait, once the work has ended.
     """
 
-    _work: Any
+    of_torch: Any
     _rank: int
     _peer: int | None  # None: all ranks
-    _doing: str
+    doing: str
     _finish: Callable[[], None] | None = None
     _timeout_s: float | None = None
     times: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        self._is_done = self._work is None
+        self._is_done = self.of_torch is None
 
     def wait(self) -> None:
         if not self._is_done:
             limit_s = self._timeout_s
             whom = "the other ranks" if self._peer is None else f"rank {self._peer}"
             try:
-                with waiting(f"rank {self._rank}", whom, self._doing):
-                    self._work.wait(*(() if limit_s is None else (timedelta(seconds=limit_s),)))
+                with waiting(f"rank {self._rank}", whom, self.doing):
+                    self.of_torch.wait(*(() if limit_s is None else (timedelta(seconds=limit_s),)))
             except RuntimeError as error:
                 if self._peer is not None and "Timed out waiting" in str(error):
-                    raise PeerLost(self._rank, self._peer, self._doing, limit_s) from error
-                raise as_shoal_error(error, self._rank, self._doing, self._peer) from error
+                    raise PeerLost(self._rank, self._peer, self.doing, limit_s) from error
+                raise as_shoal_error(error, self._rank, self.doing, self._peer) from error
         self._is_done = True
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -111,7 +121,7 @@ class TorchWork:
             self.times = (start_ns, time.monotonic_ns())
 
         with suppress(AttributeError, RuntimeError):
-            self._work.get_future().add_done_callback(done)
+            self.of_torch.get_future().add_done_callback(done)
 
 
 def as_shoal_error(

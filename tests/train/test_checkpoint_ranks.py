@@ -15,7 +15,7 @@ from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import CheckpointError, Desync
 from shoal.train.agreement import Agreement
 from shoal.train.checkpoints import files
-from tests.checkpoints import CPU, file_of, save_some, start
+from tests.checkpoints import file_of, save_some, start
 from tests.comm.threads import on_shm_threads
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -118,6 +118,6 @@ def test_ranks_that_are_lost_are_not_waited_for(world: World, tmp_path: Path) ->
         if group.rank == 1:
             return None
         sums = ElasticSum(tmp_path / "sums", group.rank, {1}.__contains__, math.inf)
-        return Agreement(group, CPU, sums).run(lambda: (None, f"x{group.rank}"))[1]
+        return Agreement(group, sums).run(lambda: (None, f"x{group.rank}"))[1]
 
     assert world(3, body) == [{0: "x0", 2: "x2"}, None, {0: "x0", 2: "x2"}]

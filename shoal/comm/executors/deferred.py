@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Call
+from shoal.comm.call import Call, PeerMessage
 from shoal.comm.executor import Executor
 from shoal.errors import Desync
 from shoal.runtime.files import write_atomically
@@ -76,6 +76,9 @@ class Deferred(Executor):
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         return self.executor.recv(into, src, tag)
+
+    def exchange(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]) -> Work:
+        return self.executor.exchange(sends, receives)
 
     def split(self, ranks: Sequence[int]) -> Executor | None:
         return self.executor.split(ranks)

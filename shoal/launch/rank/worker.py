@@ -311,7 +311,7 @@ class Worker:
 
         place = self._group.placement
         is_one_host = place is None or place.local_size == self.size
-        origin_ns = common_origin_ns(group, self._group.device, is_one_host)
+        origin_ns = common_origin_ns(group, is_one_host)
         return Recorder(self.rank, origin_ns, host_id(self.config.host_id).decode())
 
     def _make_meetings(self) -> tuple[Meetings | None, ElasticSum | None]:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
 from shoal.replica.context.sequence_shard import SequenceSpec
 from shoal.schedules.ring_attention import Hop, RingAttention
-from shoal.transport.transport import Work
+from shoal.transport.transport import DoneWork, Work
 
 TILE_ELEMENTS = 1 << 22  # of scores that exist at a time
 
@@ -227,7 +228,7 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
         own: list[Tensor] = []
         incoming: Tensor | None = None
-        works: list[Work] = []
+        work: Work = DoneWork()
         hops = iter(plan.schedule.hops(rank, plan.schedule.gradients))
         for owner, keys, values in _round_the_ring(k, v, plan):
             dk, dv = (t.new_zeros(t.shape, dtype=_computed_in(k)) for t in (keys, values))
@@ -243,11 +244,11 @@ class _RingAttention(torch.autograd.Function):
                 continue
             message = torch.cat([dk.reshape(-1), dv.reshape(-1)])
             if incoming is not None:
-                _wait(works)
+                work.wait()
                 message += incoming
-            incoming, works = _exchange(next(hops), message, k, v, plan, _GRADIENTS_TAG)
+            incoming, work = _exchange(next(hops), message, k, v, plan, _GRADIENTS_TAG)
         if incoming is not None:
-            _wait(works)
+            work.wait()
             more = _unpack(incoming, k, v, plan, rank)
             own = [mine + theirs for mine, theirs in zip(own, more, strict=True)]
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None
@@ -261,28 +262,23 @@ def _round_the_ring(
     owner = plan.group.rank
     keys, values = k, v
     for hop in plan.schedule.hops(owner, plan.schedule.keys_and_values):
-        incoming, works = _exchange(hop, message, k, v, plan, _KEYS_TAG)
+        incoming, work = _exchange(hop, message, k, v, plan, _KEYS_TAG)
         yield owner, keys, values
-        _wait(works)
+        work.wait()
         message = incoming
         owner = hop.received
         keys, values = _unpack(message, k, v, plan, owner)
     yield owner, keys, values
 
 
-def _wait(works: list[Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 def _exchange(
     hop: Hop, message: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, tag: int
-) -> tuple[Tensor, list[Work]]:
+) -> tuple[Tensor, Work]:
     """What comes while `message` is sent on, and what to wait for."""
     shapes = _shapes(k, v, plan, hop.received)
     incoming = message.new_empty(sum(shape.numel() for shape in shapes))
-    sent = plan.group.send(message, hop.to, tag)
-    return incoming, [sent, plan.group.recv(incoming, hop.source, tag)]
+    sends = [PeerMessage(message, hop.to, tag)]
+    return incoming, plan.group.exchange(sends, [PeerMessage(incoming, hop.source, tag)])
 
 
 def _shapes(k: Tensor, v: Tensor, plan: AttentionPlan, owner: int) -> list[torch.Size]:

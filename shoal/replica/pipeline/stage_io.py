@@ -1,20 +1,22 @@
 """Messages around the actions of a stage: activations go forward, gradients back.
 
 A message is tagged by direction, virtual stage and micro-batch, so that messages may overtake
-each other. A send returns at once. What is sent is held until its receiver is known to have it,
+each other. Where they cannot (NCCL), stages call them in one order: see `message_order`. A send
+returns at once. What is sent is held until its receiver is known to have it,
 which follows from the schedule: a stage that sends the result of an action has finished all
 actions before it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.objects import PytreeChannel, PytreeWork
+from shoal.comm.objects import Envelope, PytreeChannel, PytreeWork
 from shoal.pytree import Tree
 from shoal.replica.compiled import Compiler
 from shoal.replica.context.sequence_shard import in_full
@@ -29,7 +31,13 @@ from shoal.replica.microbatch_context import (
 )
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.trace import OFF, Tracer
-from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage, virtual_index
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline, virtual_index
+from shoal.schedules.pipelines.message_order import (
+    StageMessage,
+    message_for,
+    message_from,
+    message_order,
+)
 
 FORWARD = 0  # the last two bits of a tag
 BACKWARD = 1
@@ -69,16 +77,21 @@ class PipelineStage(Stage):
         """The schedule of the next steps."""
         self._pipeline = pipeline
         self._position = {
-            (VirtualStage(stage, action.chunk), action.microbatch, _direction(action)): position
+            message_for(stage, action): position
             for stage, actions in enumerate(pipeline.actions)
             for position, action in enumerate(actions)
             if action.kind is not ActionKind.WEIGHT
         }
+        in_order = self._channel.group.executor.in_order
+        order = message_order(pipeline) if in_order else []
+        self._number = {message: number for number, message in enumerate(order)}
 
     def begin(self) -> None:
         self._rng_states: dict[tuple[int, int], list[Tensor]] = {}
         # by receiver, with the position of the receiver's action that takes it
         self.held: dict[int, list[tuple[int, PytreeWork]]] = {}
+        mine = [message for message in self._number if message.target.stage == self._stage]
+        self._expected = deque(mine)  # where messages have an order: those not received yet
 
     def computes_loss(self, action: Action) -> bool:
         return self._virtual(action) == self.stages.virtual_stages - 1
@@ -115,10 +128,12 @@ class PipelineStage(Stage):
     def predict(self, inputs: Any) -> Any:
         """The outputs of the model on the last stage; None on the others."""
         outputs = self.stages.bind_inputs(inputs)[1]
-        messages = PipelineStage(self.stages, self._flat, self._pipeline, self._channel)
+        chunks = range(self._pipeline.chunks)
+        forwards = [Action(ActionKind.FORWARD, 0, chunk) for chunk in chunks]
+        pipeline = Pipeline("forward", 1, len(chunks), [forwards] * self._pipeline.stages)
+        messages = PipelineStage(self.stages, self._flat, pipeline, self._channel)
         with fork_rng(self._flat.device) if self.stages.replays else nullcontext():
-            for chunk in range(self._pipeline.chunks):
-                action = Action(ActionKind.FORWARD, 0, chunk)
+            for action in forwards:
                 if self._pipeline.producer(self._stage, action) is not None:
                     outputs = messages._recv(action)
                 if self.stages.replays:  # each stage begins the forward with the same seed
@@ -146,9 +161,12 @@ class PipelineStage(Stage):
         """
         source = self._pipeline.producer(self._stage, action)
         assert source is not None
+        message = message_for(self._stage, action)
         with self._tracer.span("wait", f"receive {action}", action.microbatch):
-            tree = self._channel.recv(source.stage, _tag(action, self._virtual(action)))
-        done = self._position[source, action.microbatch, _direction(action)]
+            if self._expected:
+                self._expect(self._due(self._number[message] + 1))
+            tree = self._channel.recv(source.stage, self._tag(message))
+        done = self._position[message._replace(target=source)]
         messages = self.held.get(source.stage, [])
         for position, sent in messages:
             if position <= done:
@@ -158,24 +176,37 @@ class PipelineStage(Stage):
 
     def send(self, action: Action, tree: Tree) -> None:
         """To the next stage in the action's direction, if there is one."""
-        target = self._pipeline.consumer(self._stage, action)
-        if target is None:
+        message = message_from(self._pipeline, self._stage, action)
+        if message is None:
             return
-        direction = _direction(action)
-        virtual = self._virtual(action) + (1 if direction == FORWARD else -1)
+        target = message.target.stage
         with self._tracer.span("send", str(action), action.microbatch):
-            sent = self._channel.send(tree, target.stage, _tag(action, virtual))
-        position = self._position[target, action.microbatch, direction]
-        self.held.setdefault(target.stage, []).append((position, sent))
+            due = self._due(self._number[message]) if self._expected else []
+            self._expect(due[:-1])
+            envelope = Envelope(target, self._tag(message), tree)
+            sent = self._channel.exchange([envelope], due[-1:])
+        self.held.setdefault(target, []).append((self._position[message], sent))
+
+    def _expect(self, due: list[Envelope]) -> None:
+        """One by one: none waits until the next is announced."""
+        for envelope in due:
+            self._channel.exchange([], [envelope])
+
+    def _due(self, number: int) -> list[Envelope]:
+        """What other stages send to this one before the message of that number."""
+        due = []
+        while self._expected and self._number[self._expected[0]] < number:
+            message = self._expected.popleft()
+            source = self._stage + (-1 if message.is_forward else 1)
+            due.append(Envelope(source % self._pipeline.stages, self._tag(message)))
+        return due
+
+    def _tag(self, message: StageMessage) -> int:
+        """Below 2^30, as groups want it, for up to 4096 virtual stages and 65535 micro-batches."""
+        stage, chunk = message.target
+        virtual = virtual_index(self._pipeline.stages, stage, chunk)
+        direction = FORWARD if message.is_forward else BACKWARD
+        return (message.microbatch << 12 | virtual) << 2 | direction
 
     def _virtual(self, action: Action) -> int:
         return virtual_index(self._pipeline.stages, self._stage, action.chunk)
-
-
-def _direction(action: Action) -> int:
-    return FORWARD if action.kind is ActionKind.FORWARD else BACKWARD
-
-
-def _tag(action: Action, virtual: int) -> int:
-    """Below 2^30, as groups want it, for up to 4096 virtual stages and 65535 micro-batches."""
-    return (action.microbatch << 12 | virtual) << 2 | _direction(action)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.objects import PytreeChannel, all_equal
+from shoal.comm.objects import Envelope, PytreeChannel, all_equal
 from shoal.errors import BadInput, NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.accumulation import OrderedAccumulation, StepAccumulation
@@ -60,7 +60,7 @@ class StageShard(ReplicaShard):
             seconds = measured_by_rank_0(model, example, pp, mesh.world, device, bool(deferred))
         chunks = schedule(pp.schedule).num_chunks(pp.chunks)
         self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
-        self._check_same_cuts(device)
+        self._check_same_cuts()
         index_of = {p: index for index, p in enumerate(model.parameters())}
         filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
         self.named = self.stages.keep(self.group.rank, filled)
@@ -207,17 +207,19 @@ class StageShard(ReplicaShard):
         """The trees of these stages, or of all, in their order, on each of them."""
         stages = range(self.group.size) if stages is None else stages
         others = [stage for stage in stages if stage != self.group.rank]
-        sent = [self.channel.send(tree, stage, tag) for stage in others]
+        sent = self.channel.exchange(
+            [Envelope(stage, tag, tree) for stage in others],
+            [Envelope(stage, tag) for stage in others],
+        )
         trees = {stage: self.channel.recv(stage, tag) for stage in others}
-        for message in sent:
-            message.wait()
+        sent.wait()
         trees[self.group.rank] = tree
         return [trees[stage] for stage in stages]
 
-    def _check_same_cuts(self, device: torch.device) -> None:
+    def _check_same_cuts(self) -> None:
         """All stages must have split the same model at the same points."""
         text = repr((self.stages.replays, self.stages.cuts, sorted(self.stages.holders.items())))
-        if not all_equal(self.group, text.encode(), device):
+        if not all_equal(self.group, text.encode()):
             raise BadInput(
                 f"rank {self.group.rank} and another stage have built different models: every "
                 "worker has to build the same one, with the same layers"

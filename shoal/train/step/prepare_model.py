@@ -147,9 +147,7 @@ class KnownParameters:
         self._known = {id(p): p for p in self._model.parameters()}
 
 
-def check_user_schedules(
-    strategy: Strategy, mesh: Mesh, microbatches: int, device: torch.device
-) -> None:
+def check_user_schedules(strategy: Strategy, mesh: Mesh, microbatches: int) -> None:
     """Load and prove the schedules that `strategy` names as FILE.py:FUNCTION.
 
     All ranks call it. A schedule that the proof rejects, or that differs between ranks, is a
@@ -160,18 +158,18 @@ def check_user_schedules(
         from shoal.schedules.collectives.catalog import proven_collective
 
         collective = proven_collective(algorithm, "all_reduce", mesh.dp.size)
-        check_same(mesh.world, algorithm, digest(collective), device)
+        check_same(mesh.world, algorithm, digest(collective))
     pp = strategy.pp
     if pp is not None and pp.size > 1 and is_user_function(pp.schedule):
         from shoal.schedules.pipelines.catalog import proven_pipeline
 
         pipeline = proven_pipeline(pp.schedule, pp.size, microbatches, pp.chunks)
-        check_same(mesh.world, pp.schedule, digest(pipeline), device)
+        check_same(mesh.world, pp.schedule, digest(pipeline))
 
 
-def check_same(world: Group, name: str, schedule_digest: bytes, device: torch.device) -> None:
+def check_same(world: Group, name: str, schedule_digest: bytes) -> None:
     """Compare the digests of all ranks."""
-    if not all_equal(world, schedule_digest, device):
+    if not all_equal(world, schedule_digest):
         raise BadInput(
             f"{name} is not the same schedule on all ranks: give every worker the same file, with "
             "a function that depends on its arguments only"
@@ -218,7 +216,7 @@ def prepare_model(
     if options.on_nan == "skip" and (why := plan.why_not_scaled(mesh.dp.size)):
         raise BadInput(f'{term} takes on_nan="stop" or "go on": {why}')
     microbatches = options.local_microbatches(mesh.dp.size, mesh.dp.rank)
-    check_user_schedules(context.strategy, mesh, microbatches, device)
+    check_user_schedules(context.strategy, mesh, microbatches)
     if options.exact:
         _make_deterministic(device)
 

@@ -49,6 +49,10 @@ class ShmWork:
             self.wait()
         return self.is_done
 
+    def is_lost(self) -> bool:
+        """Whether its peer has gone without it; looks for some milliseconds."""
+        return not self.poll() and _shm.wait(self._transport.segment.handle, self.op, 0)[0] == LOST
+
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.is_done:
             try:
