@@ -1,7 +1,7 @@
 """Which executor the ranks of a run get.
 
 named algorithm          schedules over TCP between hosts, or torch's point-to-point messages
-NCCL                     torch.distributed
+GPUs, one each           NCCL, and for the host's memory what ranks without GPUs get:
 one host                 shared memory
 several hosts            shared memory inside, TCP between
 no native part           Gloo
@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -29,7 +28,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.store.authenticated import generation_name, own_generation
-from shoal.runtime.config import RunConfig, gloo_settings
+from shoal.runtime.config import RunConfig, gloo_settings, keep_nccl_errors
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built
@@ -59,6 +58,7 @@ class GroupSpec:
     is_one_host: bool = False  # all ranks are: nothing then listens beyond loopback
     config: RunConfig = field(default_factory=RunConfig, repr=False)  # how hosts reach each other
     store: Store | None = field(default=None, repr=False)  # in which ranks have met already
+    notices_losses: bool = False  # of ranks, and ends then: the watchdog of torch need not
 
     @property
     def owns_rendezvous(self) -> bool:
@@ -97,9 +97,14 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         assert world is not None
         if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:  # not of ranks that start slowly
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=spec.timeout_s), world)
-        group = Group(_open_shared(spec) or _over_torch(spec, world))
+        group = Group(_open_executor(spec, world))
         try:
             yield group
+        except BaseException:
+            if is_ours and spec.backend == "nccl":  # its end would wait for what is under way
+                dist.distributed_c10d._abort_process_group()
+                is_ours = False
+            raise
         finally:
             group.close()
             if is_ours:
@@ -123,7 +128,8 @@ def _join_world(spec: GroupSpec, kept: list[Store]) -> None:
     else:
         store = next(rendezvous(spec.init_method, spec.rank, spec.size))[0]
     named = PrefixStore(spec.name, store)
-    is_nccl = spec.backend == "nccl"
+    if spec.notices_losses and is_built():
+        keep_nccl_errors()
     if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
         own = own_generation(named, spec.rank, spec.size)
     else:
@@ -133,7 +139,6 @@ def _join_world(spec: GroupSpec, kept: list[Store]) -> None:
         store=own,
         rank=spec.rank,
         world_size=spec.size,
-        device_id=torch.device("cuda", torch.cuda.current_device()) if is_nccl else None,
     )
 
 
@@ -165,24 +170,27 @@ def shared_store(name: str, rank: int, size: int) -> Store:
     return own_generation(PrefixStore(name, world.get_group_store()), rank, size)
 
 
-def _open_shared(spec: GroupSpec) -> SharedMemory | Hierarchical | None:
-    """Ranks of one host go through its memory, except under NCCL and a named algorithm."""
-    if spec.backend != "gloo" or spec.algorithm is not None:
-        return None
+def _open_executor(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
+    """Ranks of one host go through its memory, except by a named algorithm; GPUs by NCCL."""
+    if spec.algorithm is not None:
+        return _by_algorithm(spec, spec.algorithm, world)
     store = shared_store(f"memory of {spec.name}", spec.rank, spec.size)
-    return share_memory(store, spec.rank, spec.size, spec.timeout_s, spec.network)
+    host: Executor | None = share_memory(store, spec.rank, spec.size, spec.timeout_s, spec.network)
+    if spec.backend == "gloo":
+        return host or Torch(world)
+    from shoal.comm.executors.nccl import Nccl
+
+    return Nccl(world, host or Torch(dist.new_group(backend="gloo")))
 
 
-def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
-    if spec.algorithm is None:
-        return Torch(world)
+def _by_algorithm(spec: GroupSpec, name: str, world: dist.ProcessGroup) -> Executor:
     transport, order = _between_all(spec, world)
 
     from shoal.comm.executors.scheduled import ForRanks, Ordered, Scheduled
 
-    algorithm: Algorithm = Ordered(spec.algorithm, order)
-    if is_user_function(spec.algorithm):  # it is made and proven for the replicas
-        algorithm = ForRanks(spec.algorithm, spec.replicas)
+    algorithm: Algorithm = Ordered(name, order)
+    if is_user_function(name):  # it is made and proven for the replicas
+        algorithm = ForRanks(name, spec.replicas)
     return Scheduled(transport, {"all_reduce": algorithm}, background=True)
 
 

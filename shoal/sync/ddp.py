@@ -185,7 +185,8 @@ class DdpPlan(SyncPlan[Ddp]):
 
             if (shared := build_shared(replica, buckets, self.term.shared_weights)) is not None:
                 return shared
-        return DdpSync(replica, buckets, LARGE_BYTES)
+        few_large = replica.group.executor.few_large
+        return DdpSync(replica, buckets, None if few_large else LARGE_BYTES)
 
 
 class ExactReduce(Sync):

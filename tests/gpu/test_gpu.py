@@ -43,7 +43,7 @@ def test_gpt_learns_alone_in_every_precision(tmp_path: Path, precision: str) -> 
 def test_one_worker_under_ddp_goes_over_nccl(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
     done = shoal("run", "-n", "1", "-s", "ddp", "train.py", cwd=tmp_path)
-    assert done.stdout.split()[:3] == ["nccl", "cuda:0", "Torch"], done.stderr
+    assert done.stdout.split()[:3] == ["nccl", "cuda:0", "Nccl"], done.stderr
 
 
 def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of any torch.distributed process group: Gloo, NCCL, MPI."""
+"""Collectives of any torch.distributed process group: Gloo, MPI; NCCL in `nccl.py`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ Started = tuple[Any, Callable[[], None]]
 
 class Torch(Executor):
     """The collectives of a process group. `rank` and `size` count inside the group."""
+
+    over = ""  # in sentences that name an operation
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -53,6 +55,10 @@ class Torch(Executor):
 
     def split(self, ranks: Sequence[int]) -> Torch | None:
         """Ranks in ascending order, as torch keeps them."""
+        group = self._split_group(ranks)
+        return None if group is None else Torch(group)
+
+    def _split_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         if list(ranks) != sorted(ranks):
             raise BadInput(f"torch orders the ranks of a group: name them in order, not {ranks}")
         world_ranks = dist.get_process_group_ranks(self._group)
@@ -66,16 +72,16 @@ class Torch(Executor):
             backend=dist.get_backend(self._group),
             use_local_synchronization=alone,
         )
-        return Torch(group) if self.rank in ranks else None
+        return group if self.rank in ranks else None
 
     def record_times(self) -> None:
         self._timed = True
 
     def _begin(
         self, name: str, start: Callable[[], Started], timeout_s: float | None = None
-    ) -> Work:
+    ) -> TorchWork:
         self._calls += 1
-        doing = f"{name} #{self._calls}"
+        doing = f"{name} #{self._calls}{self.over}"
         start_ns = time.monotonic_ns() if self._timed else 0
         try:
             started, finish = start()
@@ -116,13 +122,13 @@ class Torch(Executor):
                     taken, self._rows(source), group_src=call.root, **options
                 ), finish
             case "all_gather":
-                return dist.all_gather(self._rows(target), given, **options), finish
+                return dist.all_gather_into_tensor(taken, given, **options), finish
             case "all_to_all" | "all_to_all_uneven":
                 counts = (list(call.recv_counts) or None, list(call.send_counts) or None)
                 return dist.all_to_all_single(taken, given, *counts, **options), finish
             case "scan" | "exclusive_scan":
                 everything = given.new_empty(self.size, given.numel())
-                work = dist.all_gather(list(everything), given, **options)
+                work = dist.all_gather_into_tensor(everything.view(-1), given, **options)
                 rows = everything[: self.rank + (call.kind == "scan")]
                 return work, partial(_in_turn, partial(combine_rows, taken, rows, call.op), finish)
         return self._reduce(call, given, taken, finish)
@@ -148,12 +154,10 @@ class Torch(Executor):
         return work, finish
 
     def _agree_about_counts(self, call: Call) -> None:
-        assert isinstance(call.data, Tensor)
-        device = call.data.device
-        counts = counts_table(self.size).to(device)
-        said = Call("all_gather", counts_row(call).to(device), counts, timeout_s=call.timeout_s)
+        counts = counts_table(self.size)
+        said = Call("all_gather", counts_row(call), counts, timeout_s=call.timeout_s)
         self.submit(said).wait()
-        check_counts(counts.cpu())
+        check_counts(counts)
 
 
 def _in_turn(*functions: Callable[[], None]) -> None:

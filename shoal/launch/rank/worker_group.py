@@ -9,11 +9,13 @@ all others                    after the rendezvous of all ranks
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import key_of_host, require_protected, require_trusted_network
 from shoal.runtime.waits import Periodic, waiting
+from shoal.runtime.wording import say
 from shoal.strategy.strategy import Strategy
 from shoal.transport.shm.segment import is_built
 
@@ -223,14 +226,42 @@ class WorkerGroup:
                 timeout_s=self._config.wait.limit_s or DEFAULT_TIMEOUT_S,
                 config=self._config,
                 store=store,
+                notices_losses=self._notices_losses(placement),
             )
             with ExitStack() as stack:
                 with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
                     group = stack.enter_context(open_group(spec))
                 if self.device.type == "cuda":
                     group.executor.device = self.device
+                if spec.notices_losses:
+                    stack.enter_context(self._watch_nccl(group, spec.timeout_s))
                 joined()
                 yield group
+
+    def _notices_losses(self, placement: Placement) -> bool:
+        """Over NCCL, on one host: between hosts the watchdog of torch ends ranks, with its frames.
+
+        Where a strategy survives a loss, it finds out by itself.
+        """
+        is_nccl = choose_backend(self.device, placement) == "nccl"
+        ends = not self._strategy.survives_loss
+        return is_nccl and ends and is_one_host(placement, self._config)
+
+    def _watch_nccl(self, group: Group, limit_s: float) -> AbstractContextManager[Any]:
+        from shoal.comm.executors.nccl import Nccl
+        from shoal.comm.executors.nccl_watch import NcclWatch
+        from shoal.comm.executors.shared_memory import SharedMemory
+
+        def end(lost: PeerLost) -> None:
+            self._fail(lost)
+            sys.stdout.flush()
+            say(str(lost))
+            os._exit(1)
+
+        nccl = group.executor
+        if not isinstance(nccl, Nccl) or not isinstance(nccl.host, SharedMemory):
+            return nullcontext()
+        return NcclWatch(nccl, nccl.host, end, limit_s)
 
     def _check_network(self, placement: Placement) -> bytes | None:
         """The key of the run; BadInput where hosts that are not trusted would reach it.
