@@ -178,6 +178,13 @@ def _signature_of(function: LossFunction) -> inspect.Signature | None:
 
 def _check_arguments(function: LossFunction, count: int) -> None:
     """Raise `BadInput` if it cannot be called with so many arguments."""
+    if count > 2 and function in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        raise BadInput(
+            f"what follows the targets in a batch goes to the loss, and {function.__name__} takes "
+            "weights of classes there; for weights of samples give a loss of your own: "
+            "lambda outputs, targets, weights: "
+            f"({function.__name__}(outputs, targets, reduction='none') * weights).mean()"
+        )
     signature = _signature_of(function)
     try:
         if signature is not None:

@@ -31,6 +31,7 @@ from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.callbacks import Callbacks, numbers_of
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
+from shoal.train.named_calls import called_by_name, no_such_name
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
 from shoal.train.own_loop.torch_hooks import OtherOptimizers, has_grad_scaler
 from shoal.train.step.build import build_step
@@ -117,6 +118,9 @@ class Job(LoopMethods):
         self._callbacks = Callbacks(given, lambda: self.is_first, lost)
         self.checkpoints.after_save = partial(self._callbacks.tell, "on_checkpoint")
 
+    def __getattr__(self, name: str) -> Any:
+        raise no_such_name(name, [known for known in dir(self) if not known.startswith("_")])
+
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
         from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
 
@@ -128,6 +132,7 @@ class Job(LoopMethods):
         """Training steps, including those of the run that a checkpoint continues."""
         return self._state.steps
 
+    @called_by_name
     def step(
         self,
         model: nn.Module,
@@ -175,6 +180,7 @@ class Job(LoopMethods):
         self._add_step(step)
         return step
 
+    @called_by_name
     def batches(
         self,
         data: Any,
@@ -226,6 +232,7 @@ class Job(LoopMethods):
         """End job.batches after so many steps, if the script does not end it before."""
         self._stream.max_steps = steps
 
+    @called_by_name
     def log(self, **metrics: float | Tensor) -> None:
         """Show progress: the first rank shows the metrics now and then, the others do nothing."""
         self._logged = {
@@ -246,6 +253,7 @@ class Job(LoopMethods):
         if self.is_first:
             print(*words, flush=True)
 
+    @called_by_name
     def evaluate(
         self,
         metric: Metric,
@@ -289,6 +297,7 @@ class Job(LoopMethods):
         self._refuse_elastic("job.map_reduce")
         return map_reduce_over(self._group, map_fn, items, reduce_fn)
 
+    @called_by_name
     def save(
         self, path: str | Path, about: dict[str, Any] | None = None, *, wait: bool = True
     ) -> None:

@@ -37,7 +37,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from shoal.runtime.config import replace_environment
+from shoal.launch.losses.failures import add_line_of_script, report_failure
+from shoal.runtime.config import RunConfig, replace_environment
 from shoal.runtime.decoders import parse_module
 from shoal.runtime.launched_worker import refuse_plain_training, seed_launched_worker
 from shoal.runtime.lazy_dynamo import load_when_used
@@ -333,12 +334,25 @@ def _exit_status(run: Callable[[], None]) -> int:
     return 0
 
 
+def _is_reported(error: BaseException) -> bool:
+    """Whether the launcher learns of it: it prints the failure of all workers once."""
+    with suppress(Exception):
+        config = RunConfig.from_environment()
+        if config.run_dir is not None and config.rank is not None:
+            add_line_of_script(error)
+            report_failure(config.run_dir, config.rank, error)
+            return config.run_dir.failure(config.rank).exists()
+    return False
+
+
 def _show(error: BaseException) -> int:
     """Without the frames that a new interpreter would not have."""
     trace = error.__traceback__
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
+    if _is_reported(error.with_traceback(trace)):
+        return 1
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     except SystemExit as end:  # the hook of launch/failures.py

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import Envelope, PytreeChannel, all_equal
@@ -36,6 +38,20 @@ _TAG = (1 << 30) - 1  # tags of messages between stages are smaller
 
 LARGEST_CHECKED_BYTES = 1 << 30
 _RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01
+
+
+class _NoGradients(TorchFunctionMode):
+    """Stages have parts of a graph: a forward cannot ask for gradients of what others compute."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.autograd.grad and not torch.is_grad_enabled():
+            raise BadInput(
+                "pp divides the graph of a forward among its stages, and this one calls "
+                "torch.autograd.grad: train it under ddp, zero or ps"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class StageShard(ReplicaShard):
@@ -173,7 +189,7 @@ class StageShard(ReplicaShard):
         """
         before = kept_tensors(self.model)
         inputs = microbatches[0].inputs
-        with engine.flat.full_params(), preserve_modes(self.model):
+        with engine.flat.full_params(), preserve_modes(self.model), _NoGradients():
             written = engine.dry_forward(inputs)
             if self.stages.replays:
                 with evaluating(self.model):

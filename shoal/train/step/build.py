@@ -99,6 +99,10 @@ def build_step(
     example: Tree = None,
 ) -> Step:
     """All ranks call it together. `example` are inputs of a batch, to measure the model with."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(
+            f"job.step(model, loss, …): the model comes first, and this is a {type(model).__name__}"
+        )
     functions.check()
     model, given = uncompiled(model)
     compiler = _compiler_of(options, given, context)
