@@ -29,9 +29,11 @@ def test_a_seed_draws_the_same_faults_and_ends_at_the_same_moment() -> None:
         assert run(draw(seed)) == run(draw(seed))
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_found_within_200_seeds(name: str) -> None:
+SLOW = [pytest.param("stale-epoch", marks=pytest.mark.whole)]  # 120 virtual seconds of retries
+
+
+@pytest.mark.parametrize("name", [*sorted(set(MISTAKES) - {"stale-epoch"}), *SLOW])
+def test_a_planted_mistake_is_found(name: str) -> None:
     with planted_mistake(name):
-        found = next((seed for seed in range(200) if not run(draw(seed)).is_good), None)
-    assert found is not None
+        assert not run(draw(MISTAKES[name].found_by)).is_good
+    assert run(draw(MISTAKES[name].found_by)).is_good

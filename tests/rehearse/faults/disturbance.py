@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,12 +18,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from shoal.errors import PeerLost
+from shoal.protocol import FrameKind
+from shoal.protocol.connection import Connection
 from shoal.rehearse import sockets, world
 from shoal.rehearse.network import VirtualMessage, VirtualNetwork
 from shoal.rehearse.sockets import VirtualProcess, VirtualSocket, VirtualSockets
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.acceptor import SILENT_PEER_S
+from shoal.server.client.route import Request, Route
 from shoal.server.process import shard_file
 from shoal.server.process.server import Server
 from shoal.train.checkpoints import tensor_file
@@ -31,6 +36,7 @@ from tests.rehearse.faults.scenario import (
     Breaks,
     Cut,
     Delays,
+    Interrupted,
     Scenario,
     ServerDisk,
     Silent,
@@ -38,6 +44,7 @@ from tests.rehearse.faults.scenario import (
 )
 
 LIMIT_S = 2000.0  # of virtual time: longer than all faults and limits of a run together
+_OF_PUSHES = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.COMMIT}
 MAX_TURNS = 50_000  # of threads at one moment: what takes more makes no progress
 
 
@@ -144,6 +151,7 @@ class Disturbance:
         self._delays = [fault for fault in scenario.faults if isinstance(fault, Delays)]
         self._silent = [fault for fault in scenario.faults if isinstance(fault, Silent)]
         self._breaks = next((f for f in scenario.faults if isinstance(f, Breaks)), None)
+        self.interrupted = [f for f in scenario.faults if isinstance(f, Interrupted)]
         self._left = 0 if self._breaks is None else self._breaks.connections
         self._connections: list[tuple[DisturbedSocket, DisturbedSocket]] = []
         self.broken = 0
@@ -188,6 +196,13 @@ class Disturbance:
             late_s = self._random.choice((0.0, self._random.random() * self._breaks.late_s))
             self._time.at(self._time.now_s + late_s, end.reset)
 
+    def end_connection(self, here: Any) -> None:
+        """What was sent over it has arrived, and nothing else does."""
+        there = here._peer
+        here.carries = there.carries = lambda size: 0
+        here.reset()
+        self._time.at(self._time.now_s + self._random.choice((0.0, 0.01)), there.reset)
+
     def silence(self, process: VirtualProcess) -> None:
         """It is about to be killed: what it sends is lost, the end of its connections, too."""
         for silent in self._silent:
@@ -216,6 +231,31 @@ class Disturbance:
                 here.carries = there.carries = lambda size: 0
                 here.reset()
                 there.reset()
+
+
+@contextmanager
+def interruptions(disturbance: Disturbance, lose: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, workers are interrupted between two frames of their pushes."""
+    send = Route.send
+    left = {fault.name: fault for fault in disturbance.interrupted}
+    sent = Counter[str]()
+
+    def sent_or_interrupted(self: Route, connection: Connection, request: Request) -> None:
+        name = f"worker {self.rank}"
+        fault = left.get(name)
+        is_due = fault is not None and sent[name] >= fault.frames and request.kind in _OF_PUSHES
+        if is_due and fault is not None:
+            left.pop(name)
+            if fault.ends == "process":
+                lose(name)
+            if fault.ends == "request":
+                raise PeerLost(self.rank, None, f"{request.kind.name} (interrupted)")
+            disturbance.end_connection(connection.sock)
+        sent[name] += request.kind in _OF_PUSHES
+        send(self, connection, request)
+
+    with mock.patch.object(Route, "send", sent_or_interrupted):
+        yield
 
 
 class _Break:

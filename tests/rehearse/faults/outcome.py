@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,12 @@ from shoal.server.process import shard_file
 from shoal.strategy.strategy import as_strategy
 from shoal.train.checkpoints import files, servers
 from tests.rehearse.faults.disturbance import (
+    LIMIT_S,
     Disturbance,
     DisturbedNetwork,
     DisturbedTime,
     disturbed,
+    interruptions,
     saving_servers,
 )
 from tests.rehearse.faults.scenario import (
@@ -47,10 +50,12 @@ from tests.rehearse.faults.scenario import (
     Slow,
 )
 from tests.rehearse.faults.training import (
+    Log,
     Record,
     counts_from_log,
     pushes_in,
     recording,
+    slowest_by_version,
     train,
     updates_of,
     whole_log,
@@ -102,6 +107,11 @@ class FaultyRehearsal(world._Rehearsal):
             self.disturbance.silence(process)
         super()._lose(loss)
 
+    def lose(self, name: str) -> None:
+        """The process of the thread that calls this."""
+        self.processes.kill(name)
+        clock.check()
+
     def _work(self, rank: int, incarnation: int) -> None:
         try:
             super()._work(rank, incarnation)
@@ -117,7 +127,7 @@ def run(scenario: Scenario) -> Outcome:
     try:
         with tempfile.TemporaryDirectory() as folder:
             outcome = _run(scenario, Path(folder) / "saved")
-        before.check(bool(scenario.kills) or outcome.ending == "sentence")
+        before.check(bool(scenario.killed) or outcome.ending == "sentence")
     except Wrong as wrong:
         return Outcome(scenario.seed, "wrong", str(wrong), is_good=False)
     except Exception as error:
@@ -135,7 +145,8 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
     if disk is not None:
         rehearsal.saves_servers(shards, disk.every)
     ending, said = "", ""
-    with recording(record), saving_servers(disk, shards):
+    interrupted = interruptions(rehearsal.disturbance, rehearsal.lose)
+    with recording(record, rehearsal.time), interrupted, saving_servers(disk, shards):
         try:
             rehearsal.run()
         except ShoalError as error:
@@ -144,6 +155,8 @@ def _run(scenario: Scenario, folder: Path) -> Outcome:
     for error in rehearsal.errors:
         if not isinstance(error, ShoalError):
             raise error
+    if record.broken_promises:
+        raise Wrong(record.broken_promises[0])
     if "the rehearsal hangs" in said:
         return Outcome(scenario.seed, "hang", said, time.now_s, is_good=False)
     if rehearsal.errors:
@@ -192,6 +205,8 @@ def _losses_of(scenario: Scenario) -> Losses:
     for kill in scenario.kills:
         role, number = kill.name.split()
         moments.append(Loss(kill.at_s, role, int(number)))
+    if len(scenario.killed) > len(moments):  # one is lost at no moment that is known
+        moments.append(Loss(2 * LIMIT_S, "worker", 0))
     again = [fault for fault in scenario.faults if isinstance(fault, Restarts)]
     restarts = (again[0].count, again[0].after_s) if again else (0, 0.001)
     return Losses((), tuple(moments), None, *restarts)
@@ -204,7 +219,7 @@ def check(scenario: Scenario, record: Record) -> str:
     """The name of the ending; Wrong if it is none that the rule of the strategy allows."""
     if not all(bool(torch.isfinite(weights).all()) for weights in record.full.values()):
         raise Wrong("weights are not finite")
-    killed = {kill.name for kill in scenario.kills}
+    killed = set(scenario.killed)
     expected = {rank for rank in range(scenario.workers) if f"worker {rank}" not in killed}
     if not record.full or not (scenario.may_fail or expected <= record.full.keys()):
         raise Wrong(f"{len(record.full)} of {scenario.workers} workers have ended")
@@ -265,7 +280,7 @@ def _check_log(scenario: Scenario, record: Record) -> str:
         raise Wrong(f"trained, and not in the log: (worker, step) {sorted(lost)[:8]}")
     if others := pushes.keys() - record.begun.keys():
         raise Wrong(f"in the log, and not computed: (worker, step) {sorted(others)[:8]}")
-    if not scenario.kills and len(pushes) > len(record.done):
+    if not scenario.killed and len(pushes) > len(record.done):
         raise Wrong("the log has pushes that were not completed")
     for ack in record.acks:
         if ack.verdict not in ("again", *pushes[ack.worker, ack.step]):
@@ -276,12 +291,27 @@ def _check_log(scenario: Scenario, record: Record) -> str:
         expected = share if "quorum" in scenario.kind.strategy else 1.0
         if abs(divisor - expected) > 1e-5:
             raise Wrong(f"an update of {share:.4f} of a batch is divided by {divisor:.4f}")
+    _check_staleness(scenario, record, log)
     expected_counts = counts_from_log(scenario, record, log).float()
     for rank, weights in record.full.items():
         if not torch.allclose(weights, expected_counts, rtol=1e-4, atol=1e-4):
             far = float((weights - expected_counts).abs().max())
             raise Wrong(f"weights of rank {rank}: up to {far:.3g} from those of the log")
     return "counted"
+
+
+def _check_staleness(scenario: Scenario, record: Record, log: Log) -> None:
+    """No worker has trained a step with weights that are older than its bound."""
+    term: Any = as_strategy(scenario.kind.strategy).sync
+    if term.staleness is None:
+        return
+    slowest = slowest_by_version(log, scenario.workers)
+    for (worker, step), version in record.versions.items():
+        if step > slowest[version] + term.staleness:
+            raise Wrong(
+                f"worker {worker} has trained step {step} with version {version}, when the "
+                f"slowest had done {slowest[version]} steps: the bound is {term.staleness}"
+            )
 
 
 def check_saved(scenario: Scenario, record: Record, folder: Path, is_over: bool) -> None:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
 from unittest import mock
+
+from safetensors import SafetensorError
 
 from shoal.server import messages
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import ChainManager
+from shoal.server.chain.node import ChainNode
+from shoal.server.client.link import ServerLink
 from shoal.server.consistency import ImpossiblePush, Ledger, PushVerdict
+from shoal.server.member import runtime
+from shoal.server.member.core import Waiter
 from shoal.server.member.runtime import ChainRuntime
+from shoal.server.model.log import Log
+from shoal.server.model.membership import Member
+from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import PushBuffer
 from shoal.server.model.state import ModelState
+from shoal.server.process import shard_file
+from shoal.server.process.peer import Peer
 from shoal.train.step.cut_batch import BatchCutter
 
 
@@ -72,11 +83,90 @@ def _any_epoch_is_served(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(ChainRuntime, "check_epoch", checked))
 
 
-MISTAKES: dict[str, Callable[[ExitStack], None]] = {
-    "lost-acknowledgement": _push_counts_again,
-    "unweighted-gradient": _gradients_without_weights,
-    "stale-incarnation": _a_copy_comes_back_as_itself,
-    "stale-epoch": _any_epoch_is_served,
+def _no_bound(stack: ExitStack) -> None:
+    """Under bounded staleness no worker waits for the slowest one."""
+    may_start = Ledger.may_start
+
+    def starts(self: Ledger, step: int) -> bool:
+        return self.rule.staleness is not None or may_start(self, step)
+
+    stack.enter_context(mock.patch.object(Ledger, "may_start", starts))
+
+
+def _answers_early(stack: ExitStack) -> None:
+    """A strong head answers a push when it has it itself."""
+
+    def waiter(node: ChainNode, position: int, *_: Any) -> Waiter:
+        return Waiter(node, position, is_early=True)
+
+    stack.enter_context(mock.patch.object(runtime, "Waiter", waiter))
+
+
+def _gradients_are_missing(stack: ExitStack) -> None:
+    """A worker goes on behind a request that failed, and its server takes what has come."""
+
+    def checked(self: ServedModel, member: Member, sequence: int, commit: Any) -> None:
+        member.pushes.expect(sequence)
+
+    stack.enter_context(mock.patch.object(ServerLink, "call", ServerLink._carry_out))
+    stack.enter_context(mock.patch.object(ServedModel, "check_push", checked))
+
+
+def _quorum_counts_all(stack: ExitStack) -> None:
+    """The update of a quorum is divided as if all workers had pushed."""
+    stack.enter_context(mock.patch.object(Log, "_divisor", lambda self: 1.0))
+
+
+def _half_a_checkpoint(stack: ExitStack) -> None:
+    """A server takes a file for written that had no room on its disk."""
+    write = shard_file.write_tensors
+
+    def written(*given: Any) -> None:
+        with suppress(SafetensorError):
+            write(*given)
+
+    stack.enter_context(mock.patch.object(shard_file, "write_tensors", written))
+
+
+def _counts_a_half_twice(stack: ExitStack) -> None:
+    """What came of a push over a connection that broke stays, and it is sent again."""
+    enter = Peer.enter
+
+    def entered(self: Peer, model: ServedModel) -> None:
+        pushes = model.membership.members[self.worker].pushes
+        received, received_bytes = list(pushes.received), pushes.received_bytes
+        enter(self, model)
+        pushes.received, pushes.received_bytes = received, received_bytes
+
+    stack.enter_context(mock.patch.object(Peer, "enter", entered))
+
+
+def _reads_the_former_process(stack: ExitStack) -> None:
+    """The pushes of a worker that came back are looked for where its former process put them."""
+
+    def returned(self: ModelState, joined: messages.WorkerJoined) -> None:
+        self.ledger.rejoin(joined.worker, joined.step)
+
+    stack.enter_context(mock.patch.object(ModelState, "_apply_return", returned))
+
+
+class Mistake(NamedTuple):
+    plant: Callable[[ExitStack], None]
+    found_by: int  # the first seed; `--planted NAME --seeds 0:300` says it again
+
+
+MISTAKES = {
+    "ignored-staleness": Mistake(_no_bound, 4),
+    "early-answer": Mistake(_answers_early, 0),
+    "missing-gradients": Mistake(_gradients_are_missing, 3),
+    "whole-quorum": Mistake(_quorum_counts_all, 16),
+    "half-checkpoint": Mistake(_half_a_checkpoint, 27),
+    "half-twice": Mistake(_counts_a_half_twice, 34),
+    "former-process": Mistake(_reads_the_former_process, 5),
+    "lost-acknowledgement": Mistake(_push_counts_again, 57),
+    "unweighted-gradient": Mistake(_gradients_without_weights, 0),
+    "stale-incarnation": Mistake(_a_copy_comes_back_as_itself, 208),
+    "stale-epoch": Mistake(_any_epoch_is_served, 0),
 }
 
 
@@ -85,5 +175,5 @@ def planted_mistake(name: str | None) -> Iterator[None]:
     """While the block runs, Shoal makes this mistake."""
     with ExitStack() as stack:
         if name is not None:
-            MISTAKES[name](stack)
+            MISTAKES[name].plant(stack)
         yield

@@ -103,6 +103,8 @@ KINDS = (
     Kind("ps(quorum=0.5) + pp(2)", "finite", (4,), True, is_split=True),
 )
 PAIRS = Kind('gossip(mode="async")', "mean", is_apart=True)  # half of those without `is_apart`
+# what is promised of each step of a run, and not only of its end
+PROMISING = tuple(kind for kind in KINDS if kind.copies > 1 or "staleness" in kind.strategy)
 EXACT = ("ddp", 'ddp(algorithm="tree")', "zero(1)", "ps", "ps(servers=2)", 'ps(placement="rank0")')
 
 
@@ -168,6 +170,20 @@ class Breaks:
     of_servers: bool = False  # connections between servers, too
 
 
+End = Literal["connection", "process", "request"]
+ENDS: tuple[End, ...] = ("connection", "process", "request", "request")
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """What a worker pushes ends behind so many frames: with its connection, its process, or a
+    request that fails before it is sent."""
+
+    name: str
+    frames: int
+    ends: End
+
+
 @dataclass(frozen=True)
 class FullDisk:
     """The save with this number has room for so many bytes."""
@@ -222,7 +238,8 @@ class Restarts:
 
 Timed = Stop | Cut | Kill
 Disks = FullDisk | ServerDisk
-Untimed = Slow | Jitter | AnyOrder | Long | Apart | Delays | Breaks | Disks | Silent | Restarts
+Lasting = Slow | Jitter | AnyOrder | Long | Apart
+Untimed = Lasting | Delays | Breaks | Interrupted | Disks | Silent | Restarts
 Fault = Timed | Untimed
 
 
@@ -256,6 +273,13 @@ class Scenario:
         return [fault for fault in self.faults if isinstance(fault, Kill)]
 
     @property
+    def killed(self) -> list[str]:
+        """Processes that end before their time."""
+        interrupted = [fault for fault in self.faults if isinstance(fault, Interrupted)]
+        ended = [fault.name for fault in interrupted if fault.ends != "connection"]
+        return [*(kill.name for kill in self.kills), *ended]
+
+    @property
     def may_fail(self) -> bool:
         """Whether a sentence is a good end: what is needed was lost, or away for too long."""
         if self._may_lose_too_much:
@@ -271,7 +295,7 @@ class Scenario:
     @property
     def has_whole_log(self) -> bool:
         """Whether one copy of the leader was there from the start to the end."""
-        disturbed = [f.name for f in self.faults if isinstance(f, (Stop, Kill))]
+        disturbed = [f.name for f in self.faults if isinstance(f, Stop)] + self.killed
         disturbed += ["server" for fault in self.faults if isinstance(fault, Cut)]
         if self.of(Apart) and any(f.most_s > 0.1 for f in self.faults if isinstance(f, Delays)):
             return self.kind.copies == 1  # leases of any of them may end
@@ -280,7 +304,7 @@ class Scenario:
 
     @property
     def _may_lose_too_much(self) -> bool:
-        killed = [kill.name.split()[0] for kill in self.kills]
+        killed = [name.split()[0] for name in self.killed]
         if self.kind.strategy.startswith("zero") and len(killed) > 1:
             # a shard is on two workers, until both are lost before the others have noticed it
             away_s = sum(f.for_s for f in self.faults if isinstance(f, (Stop, Cut, Silent)))
@@ -296,7 +320,7 @@ class Scenario:
 
 def draw(seed: int) -> Scenario:
     drawn = random.Random(seed)
-    kind = drawn.choice(KINDS)
+    kind = drawn.choice(PROMISING if drawn.random() < 0.3 else KINDS)
     if kind.strategy == PAIRS.strategy and drawn.random() < 0.5:
         kind = PAIRS
     workers = drawn.choice(kind.workers)
@@ -369,6 +393,9 @@ def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
         of_servers = "servers" in scenario.kind.strategy and drawn.random() < 0.1
         most_bytes = drawn.choice((200, 1000, 4000))
         faults.append(Breaks(drawn.choice((1, 3, 25)), most_bytes, late_s, of_servers))
+    if scenario.kind.has_servers and drawn.random() < 0.3:
+        worker = f"worker {drawn.randrange(scenario.workers)}"
+        faults.append(Interrupted(worker, drawn.randrange(12), drawn.choice(ENDS)))
     if drawn.random() < (0.7 if scenario.kind.loses else 0.05):
         losable = [name for name in names if name.split()[0] in scenario.kind.loses]
         for _ in range(drawn.choice((1, 1, 2))):

@@ -18,8 +18,17 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.errors import CheckpointError
+from shoal.protocol import FrameKind
+from shoal.rehearse.sockets import VirtualProcess
+from shoal.rehearse.virtual_time import VirtualTime
 from shoal.server import messages
+from shoal.server.chain import Entry
+from shoal.server.chain.node import ChainNode
+from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.client import Client
+from shoal.server.client.route import Request
+from shoal.server.member.core import ChainCore
+from shoal.server.member.operations import Operation, Pushed
 from shoal.server.model.state import ModelState
 from shoal.train.job import Job
 from tests.models import mlp, samples
@@ -67,6 +76,9 @@ class Trained(NamedTuple):
     total: int
 
 
+PushKey = tuple[int, int, int, int]  # model, worker, its incarnation, sequence
+
+
 class Acknowledged(NamedTuple):
     worker: int
     step: int
@@ -80,6 +92,8 @@ class Record:
     begun: dict[tuple[int, int], Trained] = field(default_factory=dict)  # by worker and step
     done: list[tuple[int, int]] = field(default_factory=list)  # and not skipped
     acks: list[Acknowledged] = field(default_factory=list)
+    versions: dict[tuple[int, int], int] = field(default_factory=dict)  # trained with, in a step
+    broken_promises: list[str] = field(default_factory=list)
     logs: dict[int, list[messages.Decision]] = field(default_factory=dict)  # of each leader
     losses: dict[int, list[float]] = field(default_factory=dict)  # by worker
     full: dict[int, Tensor] = field(default_factory=dict)  # ... weights that would be saved
@@ -163,13 +177,54 @@ def _trained(batch: Any) -> Trained:
     return Trained(tuple(n for size, end in sizes for n in numbers[end - size : end]), batch.total)
 
 
+class Copies:
+    """The copies of all shards, as one who sees all of them does."""
+
+    def __init__(self, time: VirtualTime):
+        self._time = time
+        self._all: list[tuple[VirtualProcess, ChainCore]] = []
+        self._logged = defaultdict[ChainNode, set[PushKey]](set)
+
+    def made(self, copy: ChainCore) -> None:
+        self._all.append((self._time.current.group, copy))
+
+    def logged(self, copy: ChainCore, operation: Operation) -> None:
+        if isinstance(operation, Pushed):
+            push = operation.worker, operation.incarnation, operation.sequence
+            self._logged[copy.node].add((operation.model, *push))
+
+    def without(self, push: PushKey, shard: int) -> list[str]:
+        """Members of the latest chain of a shard that run, and have not got this push."""
+        copies = [(process, copy) for process, copy in self._all if copy.place.shard == shard]
+        latest = max((copy.node.config for _, copy in copies), key=lambda config: config.epoch)
+        return [
+            process.name
+            for process, copy in copies
+            if latest.has(copy.place.copy, copy.node.incarnation)
+            and not process.is_dead
+            and copy.place.consistency == "strong"
+            and not self._has(copy, push)
+        ]
+
+    def _has(self, copy: ChainCore, push: PushKey) -> bool:
+        model, worker, incarnation, sequence = push
+        if push in self._logged[copy.node] or model not in copy.host.models:
+            return True
+        member = copy.host.models[model].membership.members.get(worker)  # as a snapshot has it
+        is_known = member is not None and member.incarnation == incarnation
+        return is_known and member.pushes.committed >= sequence
+
+
 @contextmanager
-def recording(record: Record) -> Iterator[None]:
+def recording(record: Record, time: VirtualTime) -> Iterator[None]:
     """Write down acknowledgements, as workers get them, and decisions of the first leader."""
     alive: list[ModelState] = []  # so that none has the number of another one
     decide, apply = Client.decide, ModelState.apply
+    make, carry_out, answered = ChainCore.__init__, ChainCore._carry_out, ChainRoute.answered
+    copies = Copies(time)
 
     def decided(self: Client, commit: messages.Commit, *args: Any) -> messages.Ack:
+        record.versions[self.rank, commit.step] = commit.version
         ack = decide(self, commit, *args)
         record.acks.append(Acknowledged(self.rank, commit.step, ack.verdict))
         return ack
@@ -180,9 +235,30 @@ def recording(record: Record) -> Iterator[None]:
             record.logs.setdefault(id(self), []).append(decision)
             alive.append(self)
 
+    def made(self: ChainCore, *args: Any) -> None:
+        make(self, *args)
+        copies.made(self)
+
+    def carried_out(self: ChainCore, effect: Any) -> None:
+        if isinstance(effect, Entry):
+            copies.logged(self, effect.op.operation)
+        carry_out(self, effect)
+
+    def acknowledged(self: ChainRoute, channel: Any, request: Request, began_s: float) -> None:
+        header = self.caller.header
+        push = header.model, header.worker, header.incarnation, request.sequence
+        if request.kind is FrameKind.COMMIT and (missing := copies.without(push, self.index)):
+            record.broken_promises.append(
+                f"push {request.sequence} of rank {self.rank} is acknowledged, without {missing}"
+            )
+        answered(self, channel, request, began_s)
+
     with (
         mock.patch.object(Client, "decide", decided),
         mock.patch.object(ModelState, "apply", applied),
+        mock.patch.object(ChainCore, "__init__", made),
+        mock.patch.object(ChainCore, "_carry_out", carried_out),
+        mock.patch.object(ChainRoute, "answered", acknowledged),
     ):
         yield
 
@@ -215,6 +291,27 @@ def updates_of(log: Log) -> Iterator[tuple[float, list[tuple[int, int]]]]:
         elif isinstance(decision, messages.StepApplied):
             yield decision.divisor, counted
             counted = []
+
+
+def slowest_by_version(log: Log, workers: int) -> dict[int, int]:
+    """The most steps that all live workers had done while the weights were of a version."""
+    clocks, live = [0] * workers, set(range(workers))
+    found = defaultdict[int, int](int)
+    version = 0
+    for decision in log:
+        if isinstance(decision, messages.PushDecided):
+            clocks[decision.worker] = decision.step + 1
+        elif isinstance(decision, messages.WorkerLeft):
+            live.discard(decision.worker)
+        elif isinstance(decision, messages.WorkerJoined):
+            live.add(decision.worker)
+            clocks[decision.worker] = max(decision.step, clocks[decision.worker])
+        elif isinstance(decision, messages.StepApplied):
+            version = decision.version
+        if not isinstance(decision, messages.PushDecided):  # its update follows at once
+            slowest = min((clocks[worker] for worker in live), default=max(clocks))
+            found[version] = max(found[version], slowest)
+    return found
 
 
 def pushes_in(log: Log) -> dict[tuple[int, int], list[str]]:
