@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from shoal import __version__
 from shoal.commands.options import with_options
 from shoal.errors import BadInput, ShoalError, WorkersFailed
+from shoal.runtime.wording import printable, say
 
 # the usage error of click, which newer versions of typer include
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
@@ -141,10 +142,13 @@ def run_app(app: typer.Typer, name: str, words: Sequence[str] | None = None) -> 
     except KeyboardInterrupt:
         sys.exit(_interrupted())
     except _UsageError as error:
-        print(_usage_message(error), file=sys.stderr)
+        print(printable(_usage_message(error)), file=sys.stderr)
         sys.exit(2)
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        if isinstance(error, WorkersFailed):  # with what the script has printed, colors and all
+            print(f"shoal: {error}", file=sys.stderr)
+        else:
+            say(str(error))
         # the argument parser of a script exits with 2
         bad_script = isinstance(error, WorkersFailed) and error.exit_status == 2
         sys.exit(2 if bad_script or isinstance(error, BadInput) else 1)

@@ -111,3 +111,25 @@ def test_what_says_which_runs_and_labs_there_are(
     with pytest.raises(BadInput):
         lab.find_lab("lab")
     assert not (tmp_path / "marker").exists()
+
+
+ESCAPE = "\x1b[31mred\x1b[2J\r"
+
+
+def test_escape_sequences_in_names_are_not_printed(tmp_path: Path) -> None:
+    record(tmp_path, "ddp")
+    trace = tmp_path / "trace.json"
+    document = json.loads(trace.read_text())
+    document["traceEvents"][0]["args"]["name"] = f"server {ESCAPE}"
+    trace.write_text(json.dumps(document))
+    (tmp_path / "cluster.toml").write_text('"\\u001b[31mred" = 1\n')
+    answers = [
+        shoal("timeline", str(tmp_path)),
+        shoal("timeline", ESCAPE),
+        shoal("report", ESCAPE),
+        shoal("cluster", "show", str(tmp_path / "cluster.toml")),
+        shoal("keys", "new", str(tmp_path / ESCAPE)),
+    ]
+    for answer in answers:
+        assert "\\x1b[31mred" in answer.stdout + answer.stderr
+        assert "\x1b" not in answer.stdout + answer.stderr and "\r" not in answer.stdout

@@ -156,11 +156,13 @@ def new(
     """Make a pre-shared key, which every host of a run has to have."""
     own = RunConfig.from_environment().own_key
     path = file or own
-    print(f"{path}: a new key, fingerprint {make_key_file(path)}")
+    lines = [f"{path}: a new key, fingerprint {make_key_file(path)}"]
     if path == own:
-        print("copy it to the same place on every host, with mode 600; runs find it there")
+        lines.append("copy it to the same place on every host, with mode 600; runs find it there")
     else:
-        print(f"copy it to every host, with mode 600, and set SHOAL_SECRET_FILE={path} there")
+        where = f"set SHOAL_SECRET_FILE={path} there"
+        lines.append(f"copy it to every host, with mode 600, and {where}")
+    show_parts(None, lines, as_json=False)
 
 
 @app.command()

@@ -6,12 +6,13 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,7 @@ from shoal.errors import BadInput
 from shoal.observe.time_shares import TimeShares, shown_parts, waits
 from shoal.runtime.tables import plain_table as plain_table
 from shoal.runtime.trace import Process
+from shoal.runtime.wording import printable
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,6 +84,16 @@ def shares_of_time(shares: Mapping[Process, TimeShares], of: str = "training") -
     return [plain_table(title, heads, rows), *waits(shares)]
 
 
+class PrintableConsole(Console):
+    """Names from files cannot steer the terminal."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 def wide_console(width: int = 120) -> Console:
     """As wide as the terminal, or as COLUMNS says; without both, wide enough for a table."""
-    return Console(width=shutil.get_terminal_size((width, 0)).columns, highlight=False)
+    return PrintableConsole(width=shutil.get_terminal_size((width, 0)).columns, highlight=False)

@@ -59,7 +59,7 @@ def timeline(
     if svg is not None:
         output.write_text(svg, picture(found))
     if svg is not None and not as_json:
-        print(f"{_title(found)}: {svg}")
+        output.show(None, [f"{_title(found)}: {svg}"], as_json=False)
         return
     output.show(document(found) if as_json else None, [] if as_json else parts(found), as_json)
 

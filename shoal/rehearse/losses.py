@@ -26,6 +26,7 @@ from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime.files import read_bounded
 from shoal.runtime.wording import counted
 
+_MOST_SAID = 200  # of what is wrong with a file
 _AT_A_STEP = re.compile(r"(?:server:)?[0-9]{1,6}@[0-9]{1,12}")
 _AT_A_MOMENT = re.compile(r"(?:(server|host):)?([0-9]{1,6})@([^@]*[a-zµμ])")
 
@@ -113,7 +114,7 @@ def _events_of(file: Path) -> list[Loss]:
         raise BadInput(f"{file}: byte {error.start} is not UTF-8") from error
     except (msgspec.ValidationError, BadInput) as error:
         form = 'it takes tables [[event]] with at = "90s", who = "host:0" and what = "kill"'
-        raise BadInput(f"{file}: {form}: {error}") from error
+        raise BadInput(f"{file}: {form}: {str(error)[:_MOST_SAID]}") from error
 
 
 def _loss_of(text: str) -> Loss:

@@ -46,7 +46,7 @@ class RecordedRun:
         run = cls(folder.resolve().name, report, trace.from_chrome(folder / RECORDED_TRACE))
         try:
             _ = run.replicas
-        except (BadInput, KeyError, TypeError, ValueError) as error:
+        except (BadInput, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadInput(
                 f"{folder / RECORDED_REPORT} is no report of shoal run: {error}"
             ) from error

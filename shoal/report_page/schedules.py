@@ -43,7 +43,7 @@ def _pipeline(run: RecordedRun) -> Iterator[dict[str, Any]]:
         return
     actions = run.own.pipeline
     chunks = 1 + max((one.chunk for row in actions for one in row), default=(term.chunks or 1) - 1)
-    if max(counts) * term.size * chunks > MOST_ACTIONS // 2:
+    if term.size > MOST_RANKS or max(counts) * term.size * chunks > MOST_ACTIONS // 2:
         return
     if actions:
         timeline = simulate(Pipeline(named.schedule, max(counts), chunks, actions))

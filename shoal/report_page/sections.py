@@ -348,7 +348,10 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 def embedded(data: Any) -> str:
     """JSON in which no text can end the element that holds it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise ValueError("it holds Infinity or NaN where the page needs a number") from error
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -21,6 +21,8 @@ from shoal.schedules.collectives.catalog import build
 Traffic = Mapping[tuple[Process, Process], float]
 _KINDS = ("reduce_scatter", "all_gather", "broadcast", "all_to_all")  # others: as an all-reduce
 _FIRST = {"broadcast": "tree", "all_to_all": "shift"}  # others: a ring
+_MOST_RANKS = 512  # of a collective whose schedule is followed
+_MOST_NAMES = 256  # of a matrix
 _GROUP = re.compile(r"(\d+(?:,\d+)*) #")
 
 
@@ -55,7 +57,12 @@ def _members(span: Span) -> list[int]:
 def _shares(
     kind: str, name: str, ranks: int, own: Sequence[Sequence[Transfer]] = ()
 ) -> list[dict[int, float]]:
-    """Of what a rank sends, the share that each other rank gets; `own`: of an all-reduce."""
+    """Of what a rank sends, the share that each other rank gets; `own`: of an all-reduce.
+
+    Many ranks stand in a ring, whatever the name.
+    """
+    if ranks > _MOST_RANKS:
+        return [{(rank + 1) % ranks: 1.0} for rank in range(ranks)]
     rounds = own if kind == "all_reduce" and own else _schedule(kind, name, ranks).rounds
     sent: list[dict[int, float]] = [defaultdict(float) for _ in range(ranks)]
     for transfers in rounds:
@@ -80,10 +87,13 @@ def matrix(run: RecordedRun) -> list[dict[str, Any]]:
     talking = {process for pair in traffic for process in pair}
     lost = sorted(talking - {*run.spans}, key=str)  # a process that was killed has no spans
     names = [process for process in [*run.spans, *lost] if process in talking]
+    if len(names) > _MOST_NAMES:
+        return []
     rows = [[traffic.get((a, b), 0.0) for b in names] for a in names]
     note = "Counted where messages, pushes and pulls are sent."
     if is_spread:
-        used = run.named.sync_for(run.workers).collective_algorithm or "ring (broadcasts: tree)"
+        named = run.named.sync_for(run.workers).collective_algorithm
+        used = "ring" if run.replicas > _MOST_RANKS else named or "ring (broadcasts: tree)"
         note += (
             " The bytes of collectives are those of the trace; to whom they go is computed from "
             f"the schedule {used}, not observed."

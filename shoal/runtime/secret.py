@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.files import open_file
 
 NONCE_BYTES = 32
 CODE_BYTES = 32
@@ -134,7 +135,7 @@ def new_secret() -> bytes:
 def read_secret_file(path: Path) -> bytes:
     """BadInput if it cannot be read, or if other users could read or have written it."""
     try:
-        with path.open("rb") as file:
+        with open(open_file(path), "rb") as file:
             status = os.fstat(file.fileno())
             text = file.read(_MAX_SECRET_TEXT).decode("ascii", errors="replace")
     except OSError as error:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
+
+# what a terminal obeys or turns around; line breaks and tabs stay
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """With \\x1b for an escape: names come from files of others."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str) -> None:
     """A line of Shoal itself, on stderr."""
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
+    print(f"shoal: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

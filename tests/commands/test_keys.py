@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import ssl
 import stat
@@ -50,6 +51,16 @@ def test_a_key_is_not_overwritten(home: Path) -> None:
     answer = shoal("keys", "new", str(file))
     assert answer.exit_code == 2 and f"{file} is there already: remove it" in answer.stderr
     assert file.read_text() == before
+
+
+def test_a_pipe_is_no_key(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open it would wait for a writer."""
+    os.mkfifo(home / "pipe", 0o600)
+    monkeypatch.setenv("SHOAL_SECRET_FILE", str(home / "pipe"))
+    assert (
+        "pipe, which holds the secret of the run: it is no regular file"
+        in shoal("keys", "show").stderr
+    )
 
 
 def test_show_warns_of_a_key_that_others_can_read(home: Path) -> None:

@@ -145,10 +145,12 @@ def test_events_of_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
     for content, why in (
         (b"[[events]]\nat = '1s'\nwho = '1'\n", "it takes tables [[event]]"),
         (b"\xff", "byte 0 is not UTF-8"),
+        (b"[[event]]\n" + b"k" * 8000 + b" = 1\n", "unknown field `kk"),
     ):
         (tmp_path / "events.toml").write_bytes(content)
         answer = shoal("rehearse", *SHORT, "--events", str(tmp_path / "events.toml"), "digits")
         assert answer.exit_code == 2 and why in " ".join(answer.stderr.split())
+        assert len(answer.stderr) < 500
 
 
 def test_a_cluster_grows_with_the_workers_and_this_is_told() -> None:

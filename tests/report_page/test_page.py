@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,26 @@ def test_a_kind_of_span_has_one_color_on_the_page_and_in_the_picture_of_shoal_ti
     for kind, (_, _, hue) in KINDS.items():
         assert on_page.get(kind, hue) == hue, kind
     assert {"update", "push", "load", "injected"} <= on_page.keys() & KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "known", "sentence"),
+    [
+        ("pp(4096)", 4096, {"microbatches": 4096}, None),
+        ("ddp", 4096, {}, None),
+        ('ddp(algorithm="direct")', 4096, {}, None),
+        ("gossip", 10_000_000, {}, None),
+        ("ddp", 2, {"peak_host_bytes": float("inf")}, "run is not .* it holds Infinity or NaN"),
+        ("ddp", float("inf"), {}, "is no report of shoal run: cannot convert float infinity"),
+        ("ddp", float("nan"), {}, "is no report of shoal run: cannot convert float NaN"),
+    ],
+)
+def test_records_of_any_size_and_number_are_a_page_or_a_sentence(
+    tmp_path: Path, strategy: str, ranks: float, known: dict[str, float], sentence: str | None
+) -> None:
+    document = report(1, strategy, workers=ranks)
+    document["ranks"][0] |= known
+    call = ",".join(map(str, range(4096 if ranks == 4096 else 1))) + " #1"
+    span = Span("reduce", 0, MS, "comm", "all_reduce", None, 600, None, call)
+    with pytest.raises(BadInput, match=sentence) if sentence else nullcontext():
+        page([recorded(tmp_path / "run", document, {0: [span]})])

@@ -6,6 +6,7 @@ carries bytes between the other end and the TLS connection.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, TlsConfig
+from shoal.runtime.files import open_file
 
 _PIECE_BYTES = 1 << 16
 _MOST_FLIGHTS = 4  # of a handshake, in each direction
@@ -92,6 +94,8 @@ def own_context(
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if tls.certificate:
         try:
+            for file in (tls.certificate, tls.key or tls.certificate):
+                os.close(open_file(Path(file)))  # OSError for a FIFO, which would never end
             context.load_cert_chain(tls.certificate, tls.key)
         except OSError as error:  # ssl.SSLError is one
             raise BadInput(f"{variables}_CERT {tls.certificate}: {error}") from error
