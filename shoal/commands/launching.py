@@ -367,6 +367,9 @@ def _launch(
         losses = (config.restarts, config.start, config.min_workers)
         spec = replace(spec, tolerance=tolerance_of(strategy, workers, *losses))
     if on is None:
+        from shoal.launch.rank.environment import refuse_ranks  # only where workers start here
+
+        refuse_ranks(spec.config, "shoal run")
         return launch(spec, write, on_progress)
     from shoal.launch.hosts.remote import run_attempts  # only where it is needed
 

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import BadInput
 from shoal.launch.rank import environment
-from shoal.launch.rank.environment import Placement, first_host, tasks_on_node
+from shoal.launch.rank.environment import Placement, first_host, refuse_ranks, tasks_on_node
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 
@@ -193,3 +193,14 @@ def test_slurm_lists() -> None:
     hosts = ["node[01-03,07],gpu5", "gpu5,node[1-2]", "tux[3,5]-ib", "rack[2-3]n[07-09]", "a.b.c"]
     first = ["node01", "gpu5", "tux3-ib", "rack2n07", "a.b.c"]
     assert [first_host("", host) for host in hosts] == first
+
+
+@pytest.mark.parametrize(("environ", "starter"), [(OPENMPI, "mpirun"), (TORCHRUN, "torchrun")])
+def test_what_starts_workers_is_not_started_once_a_rank(
+    environ: dict[str, str], starter: str
+) -> None:
+    with pytest.raises(BadInput, match=rf"{starter} has started \d processes of shoal run, and"):
+        refuse_ranks(RunConfig.from_environment(environ), "shoal run")
+    refuse_ranks(RunConfig.from_environment({"WORLD_SIZE": "1", "RANK": "0"}), "shoal run")
+    with pytest.raises(BadInput, match="mpirun of MPICH has started 2 processes"):
+        detect({"PMI_RANK": "0", "PMI_SIZE": "2"})

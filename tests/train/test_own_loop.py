@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
@@ -414,3 +415,24 @@ def test_a_checkpoint_has_models_without_an_optimizer(
     loaded = run(solo_group(), "single", models[2], partial(script, loads=True))[0]
     for given in saved:
         torch.testing.assert_close(given, loaded)
+
+
+@pytest.mark.parametrize("of_each", [False, True])
+def test_a_loop_whose_workers_compute_the_same_batches_says_so(
+    world: World, capsys: pytest.CaptureFixture[str], of_each: bool
+) -> None:
+    x, y = samples(12).tensors
+
+    def body(group: Any) -> None:
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        model = mlp()
+        model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        start = 4 * job.rank if of_each else 0
+        for _ in range(4):
+            rows = slice(start, start + 4)
+            job.backward(F.cross_entropy(model(x[rows]), y[rows]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    world(3, body)
+    assert capsys.readouterr().err.count("computes the same batches") == (0 if of_each else 1)

@@ -89,7 +89,27 @@ def detect(config: RunConfig) -> Placement | None:
             placement = read(environ)
             is_ours = config.host_dir is not None  # Shoal's agent on this host knows
             return replace(placement, knows_hosts=is_ours or placement.knows_hosts)
+    if "PMI_RANK" in environ and required_count(environ, "PMI_SIZE", at_least=1) > 1:
+        raise BadInput(
+            f"mpirun of MPICH has started {environ['PMI_SIZE']} processes, and does not say where "
+            "they meet: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or take "
+            "torchrun or Open MPI"
+        )
     return None
+
+
+def refuse_ranks(config: RunConfig, program: str) -> None:
+    """Where mpirun, srun or torchrun has started several of what starts workers itself."""
+    if config.is_launched or config.environ.get("WORLD_SIZE") == "1":
+        return
+    found = detect(config)
+    if found is not None and found.size > 1:
+        starter = {"openmpi": "mpirun", "slurm": "srun"}.get(found.launcher, found.launcher)
+        raise BadInput(
+            f"{starter} has started {found.size} processes of {program}, and each would start "
+            f"workers of its own: let it start python and the script, with SHOAL_STRATEGY=… for "
+            f"the strategy, or take {program} -n {found.size} without {starter} (rank {found.rank})"
+        )
 
 
 def is_one_host(placement: Placement, config: RunConfig) -> bool:

@@ -50,6 +50,7 @@ def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequ
     return [part for part, reached in zip(parts, is_reached, strict=True) if reached]
 
 
+_ALIKE = 3
 _SMALLEST_SHARE = 1e-30
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
 
@@ -78,6 +79,7 @@ class OwnLoop:
         self.stepped: LoopPart | None = None  # by an optimizer since the last batch
         self._leader: LoopPart | None = None  # without batches a step ends when this one steps
         self._losses: list[Tensor] = []  # of the backward passes of this step
+        self._alike = 0  # first losses that were the same on all workers
         self._global_loss: Tensor | None = None  # of the latest one
         self._run = context().with_faults(torch.autograd.backward, self._step_number)
 
@@ -165,11 +167,26 @@ class OwnLoop:
             share = axes.sum(torch.full_like(loss, fraction))
             loss = axes.sum(loss * fraction) / share.clamp(min=_SMALLEST_SHARE)
         if self.reduces:
-            syncs = (part.sync for part in reached if part.sync.collects)
-            loss = next((sync.loss(loss) for sync in syncs), loss)
+            syncs = [part.sync for part in reached if part.sync.collects]
+            own = loss
+            loss = syncs[0].loss(loss) if syncs else loss
+            if self._alike < _ALIKE and syncs and self.rows.batch is None:
+                self._note_alike(own, loss)
             self._losses.append(loss)
         self._global_loss = loss
         return loss.clone()
+
+    def _note_alike(self, own: Tensor, mean: Tensor) -> None:
+        """Said where all workers have the same losses: they have the same batches."""
+        if self.mesh.data.size == 1 or not torch.allclose(own, mean.to(own.dtype), rtol=1e-6):
+            self._alike = _ALIKE
+            return
+        self._alike += 1
+        if self._alike == _ALIKE:
+            self._context().say(
+                "each worker computes the same batches: job.batches(loader), or a dataset and "
+                "batch_size, gives each of them its rows"
+            )
 
     # ------------------------------------------------------------------ steps of the job
 
