@@ -24,10 +24,10 @@ from shoal.commands.subject import (
     SubjectOptions,
     slow_workers,
 )
-from shoal.errors import BadInput
+from shoal.errors import BadInput, StrategyError
 from shoal.observe.time_shares import write_chrome
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
-from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.predict import PlanSettings, Predictor, folded
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.step_tasks import Unevenness
@@ -35,7 +35,7 @@ from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
 from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
-from shoal.strategy.strategy import Strategy
+from shoal.strategy.strategy import Strategy, as_strategy
 
 _MOST_WORKERS = 10_000_000
 _NO_TIME = Device("any", math.inf, 1e30, {"fp32": 1e30})  # for what is sent alone
@@ -71,6 +71,9 @@ def predict(
     numbers: options.WorkerNumbers = "1",
     strategy: options.Strategy = None,
     slow: list[str] | None = SLOW_WORKERS,
+    fold_ep: bool = option(
+        "Ranks of tp hold whole experts, and ep counts them, too.", False, "--fold-ep"
+    ),
     order: str = option("Of ranks: shoal, or megatron (replicas inside of stages).", "shoal"),
     simulate: bool = option("Also simulate the step, message by message.", False, "--simulate"),
     trace: Path | None = option(
@@ -90,9 +93,15 @@ def predict(
         raise BadInput(f"--order is {' or '.join(_ORDERS)}, not {order!r}")
     several = options.parse_counts("-n", numbers, _MOST_WORKERS)
     workers = max(several)
-    values = [strategy_for(strategy, number) for number in several]
+    if fold_ep:
+        strategy = str(folded(as_strategy(strategy or "ddp")))
+    try:
+        values = [strategy_for(strategy, number) for number in several]
+    except StrategyError as error:
+        hint = "; --fold-ep where ep counts the ranks of tp" if "ep(" in (strategy or "") else ""
+        raise StrategyError(f"{error}{hint}") from None
     subject = asked.subject(workers)
-    settings = of_step.on(asked.settings(subject.batch))
+    settings = replace(of_step.on(asked.settings(subject.batch)), fold_ep=fold_ep)
     hardware, failures = failing.on(asked.hardware(workers), workers)
     simulate |= trace is not None
     if simulate and (len(several) > 1 or order != "shoal"):

@@ -52,6 +52,7 @@ class PlanSettings:
     hide: tuple[str, ...] = ()  # of tp, ep and pp: whose messages computing hides
     failures: Failures | None = None  # what they leave of the time is predicted, too
     slow: SlowWorkers = ()
+    fold_ep: bool = False  # ranks of tp hold whole experts, as those of ep do
 
 
 class ResolvedStep(NamedTuple):
@@ -272,8 +273,17 @@ def _resolve(
         "full" if in_notation else settings.recompute,
         settings.flash_attention,
         settings.hide,
+        settings.fold_ep,
     )
     return ResolvedStep(layout, split, microbatches, shape)
+
+
+def folded(strategy: Strategy) -> Strategy:
+    """The ep that is left where the one given counts the ranks of tp, too."""
+    ep, tp = strategy.ep, strategy.tp
+    if ep is None or tp is None or ep.size % tp.size or ep.size == tp.size:
+        raise BadInput(f"--fold-ep: {strategy} has no ep that is a multiple of its tp")
+    return replace(strategy, ep=replace(ep, size=ep.size // tp.size))
 
 
 def _check_lockstep(strategy: Strategy, term: SyncTerm) -> None:

@@ -253,6 +253,23 @@ def test_a_token_goes_once_to_each_of_its_groups_of_experts() -> None:
     assert {2 * m.bytes for m in limited.cost(1, Split(ep=8)).forward_messages} == message
 
 
+def test_experts_that_tp_does_not_divide_compute_as_much_and_send_less() -> None:
+    cost, folded = (MIXTURE.cost(1, Split(tp=2, ep=4, fold_ep=one)) for one in (False, True))
+    flops = [sum(k.flops for k in one.forward if "experts" in k.name) for one in (cost, folded)]
+    sent = [sum(m.bytes for m in one.forward_messages if m.axis == "ep") for one in (cost, folded)]
+    assert flops[0] == flops[1] and sent[0] == 2 * sent[1]
+    assert cost.expert_parameters == folded.expert_parameters
+    widths = [{k.n for k in one.forward if k.name == "experts up"} for one in (cost, folded)]
+    assert widths[0] != widths[1]
+
+
+def test_a_group_of_small_products_takes_longer_than_one_of_all() -> None:
+    kernels = KernelModel(load_cluster("dgx-h100").device, "bf16")
+    group = product("experts up", 64, 1024, 1024, 2, 16)
+    one = product("up", 16 * 64, 1024, 1024, 2)
+    assert group.flops == one.flops and kernels.busy_s([group]) > 1.3 * kernels.busy_s([one])
+
+
 def test_parallel_attention_and_mlp_have_one_sum_and_one_norm() -> None:
     together = replace(MODEL, sizes=replace(MODEL.sizes, parallel=True))
     apart, one = (model.cost(1, Split(tp=2)) for model in (MODEL, together))

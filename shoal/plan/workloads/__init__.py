@@ -41,6 +41,7 @@ class Split(NamedTuple):
     recompute: Recompute = "none"
     flash_attention: bool = False
     hide: tuple[str, ...] = ()  # axes whose messages run beside computing
+    fold_ep: bool = False  # ranks of tp hold whole experts, as those of ep do
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class StoredRows(NamedTuple):
         return -self.rows * math.expm1(-samples * self.ids / self.rows)
 
 
+GROUPED = "experts "  # how the names of products begin that are one of a group
 _INDEX_BYTES = 12  # of a row's id and its place
 
 

@@ -44,8 +44,11 @@ def _llama3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Tr
 
 _mixtral = partial(replace, experts=8, top_k=2)
 _qwen = partial(replace, vocab=152064)  # 2.5; the small ones tie the head to the embedding
-_deepseek = partial(replace, vocab=129280, experts=256, top_k=8, shared_experts=1)
+# its router sends a token to at most 4 of 8 groups of experts
+_deepseek = partial(replace, vocab=129280, experts=256, top_k=8, shared_experts=1, token_groups=4)
 _latent = partial(replace, head=128, rope=64, dense_layers=3, dense_ffn=18432)
+_qwen3 = partial(replace, vocab=151936, head=128, experts=128, top_k=8)
+_gpt_oss = partial(replace, _llama(24, 2880, 64, 8, 2880), vocab=201088, head=64, top_k=4)
 # an image is a sequence of patches and a class token; the head has 1,000 classes
 _vit = partial(TransformerSizes, vocab=1000, dropout=False, tied=False, causal=False)
 
@@ -82,6 +85,10 @@ PRESETS: dict[str, TransformerSizes] = {
     "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
     "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
     "deepseek-v3": _latent(_deepseek(_llama(61, 7168, 128, 128, 2048)), q_rank=1536, kv_rank=512),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
+    "qwen-3-30b-a3b": _qwen3(_llama(48, 2048, 32, 4, 768)),
+    "qwen-3-235b-a22b": _qwen3(_llama(94, 4096, 64, 4, 1536)),
     "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
     "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
     "vit-b-16": _vit(12, 768, 12, sequence=197),
@@ -94,7 +101,14 @@ _ALIASES = {
     "vit-l": "vit-l-16",
     "vit-h": "vit-h-14",
 }
-_BF16 = ("deepseek", "llama", "mistral", "mixtral", "qwen")  # as those who published them trained
+_BF16 = (
+    "deepseek",
+    "gpt-oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen",
+)  # as those who published them trained
 
 
 def is_transformer(text: str) -> bool:

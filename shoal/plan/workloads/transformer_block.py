@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 
 from shoal.errors import BadInput
 from shoal.plan.workloads import (
+    GROUPED,
     Kernel,
     LayerCost,
     LayerMessage,
@@ -103,6 +104,7 @@ class TransformerSizes:
 
 
 _FP32_BYTES = 4
+_ROUTER_KERNELS = 8  # top-k, its softmax, counts of tokens, places, their exchange
 _FLASH_BACKWARD = 2.5  # five products, where forward has two
 
 
@@ -202,14 +204,16 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     forward = (*linear, *attention, *sums, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
     sent = width * tokens * sizes.hidden
-    results = 1 if sizes.parallel else 2  # of attention and of the MLP
+    is_folded = split.fold_ep and sizes.experts > 1
+    results = 1 if sizes.parallel or is_folded else 2  # of attention and of the MLP
     message = _tp_messages(split, sent) * results
     # inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole
     gathered_again = message[:1] * results if split.sequence_parallel else ()
     experts: tuple[LayerMessage, ...] = ()
     if split.ep > 1 and sizes.experts > 1:
         copies = min(sizes.top_k, sizes.token_groups or sizes.top_k)
-        experts = (LayerMessage("all_to_all", "ep", sent * copies),) * 2
+        tokens_sent = sent / split.tp if is_folded else sent
+        experts = (LayerMessage("all_to_all", "ep", tokens_sent * copies),) * 2
     return LayerCost(
         forward=forward,
         backward_input=(*(one for one, _ in backward), *core, *sums, *backward_moves, *moved),
@@ -259,14 +263,17 @@ def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple
     copies = sizes.experts / split.ep  # products of a worker's experts, each with its tokens
     per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
     times = copies if sizes.experts > 1 else 1
+    if split.fold_ep and sizes.experts > 1:
+        times, inner = copies / split.tp, float(sizes.inner)
     up = 2 if sizes.gated else 1
+    which = GROUPED if sizes.experts > 1 else ""
     found = [
         *(
             product(name, tokens, out, given, width)
             for name, out, given in _projections(sizes, split)
         ),
-        product("up", per_expert, up * inner, hidden, width, times),
-        product("down", per_expert, hidden, inner, width, times),
+        product(f"{which}up", per_expert, up * inner, hidden, width, times),
+        product(f"{which}down", per_expert, hidden, inner, width, times),
     ]
     if shared := sizes.shared_experts * inner:
         found.append(product("shared up", tokens, up * shared, hidden, width))
@@ -283,7 +290,14 @@ def _pointwise(
     reads = 3 if sizes.gated else 2
     turned = width * tokens * (sizes.attention / split.tp + _kv(sizes, split))  # queries and keys
     rotary = () if sizes.learned_positions else (moving("rotary", 2 * turned),)
+    routed: tuple[Kernel, ...] = ()
+    if sizes.experts > 1:  # which, to their places and back; kernels of counts and places are small
+        copies = sizes.top_k * hidden_bytes
+        turned_over = (moving("permute", 2 * copies), moving("combine", 2 * copies))
+        small = (moving("places", hidden_bytes / sizes.hidden),) * _ROUTER_KERNELS
+        routed = (moving("router", hidden_bytes), *turned_over, *small)
     return (
+        *routed,
         *rotary,
         *(moving("norm", 2 * hidden_bytes),) * (1 if sizes.parallel else 2),
         moving("dropout and add", 3 * hidden_bytes + mask),
