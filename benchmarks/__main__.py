@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks.harness import FASTER, check_names, say
@@ -83,6 +84,37 @@ def overhead(
     check_names("--model", model or (), MODELS)
     results = run(model or cases(device), rounds, device)
     show({"results": results}, [table_of(results), FASTER], as_json)
+
+
+@app.command()
+def gpu(
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy", "-s", help="Repeatable.", show_default="ddp, zero(3), tp(N) and pp(N)"
+        ),
+    ] = None,
+    size: Annotated[str, typer.Option(help="Of the GPT: tiny, small, medium, large.")] = "large",
+    rows: Annotated[int, typer.Option(min=1, help="Sequences of each worker.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in each of two rounds.")] = 8,
+    as_json: options.Json = False,
+) -> None:
+    """Milliseconds per step and memory on GPUs, over NCCL.
+
+    ddp against DistributedDataParallel, zero(3) against fully_shard (FSDP2), tp against DTensor's
+    parallelize_module, pp against torch.distributed.pipelining. Ranks have a GPU each, or share
+    what there is.
+    """
+    from benchmarks.gpu import run, table_of
+    from shoal.examples.gpt import SIZES
+
+    check_names("--size", [size], SIZES)
+    if not torch.cuda.is_available():
+        raise BadInput("this benchmark needs a CUDA GPU, and PyTorch sees none")
+    chosen = strategy or ["ddp", "zero(3)", f"tp({workers})", f"pp({workers}, microbatches=4)"]
+    found = run(chosen, workers, size, rows, steps)
+    show({"results": found}, [table_of(found, workers)], as_json)
 
 
 @app.command()
