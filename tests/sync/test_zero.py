@@ -19,7 +19,7 @@ from tests.conftest import World
 from tests.jobs import after_training
 from tests.models import mlp, samples
 from tests.observe.test_memory_estimate import estimated
-from tests.splitting import assert_close, assert_equal, gpt, texts, trained
+from tests.splitting import assert_close, assert_equal, gpt, on_workers, texts, trained
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single
 from tests.test_hybrids import GPT_OPTIONS
 
@@ -165,3 +165,23 @@ def test_all_workers_together_send_what_the_stage_moves(
     least, most = (count * 2 * moved + 2 * 2 * head for count in passes)
     total = sum(each for each, _, _ in found)
     assert least - 3 <= total <= most + 3  # each rank rounds its part of the heads
+
+
+def test_backward_keeps_no_copy_in_fewer_bits_of_a_sharded_weight(world: World) -> None:
+    """Under autocast zero(3) makes such copies again from what it gathers."""
+
+    def body(job: Job, step: Any) -> list[torch.Size]:
+        kept: list[torch.Size] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            kept.append(tensor.shape)
+            return tensor
+
+        step.flat.on_saved = note
+        step(next(iter(job.batches(samples(8), 8))))
+        return kept
+
+    weights = {p.shape for p in mlp().parameters() if p.dim() == 2}
+    turned = {torch.Size(reversed(shape)) for shape in weights}
+    for kept in on_workers(world, "zero(3)", mlp, body, size=2, precision="bf16"):
+        assert kept and not (weights | turned) & set(kept)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils.hooks import RemovableHandle
 
@@ -48,6 +49,22 @@ _METADATA = {  # what a function may ask of a parameter without using its values
 _METADATA |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
 _METADATA |= {torch.Tensor.is_floating_point}
 _METADATA |= {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+# what autocast gives its parameters in fewer bits
+_LOWERED = {F.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm}
+_LOWERED |= {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm}
+_LOWERED |= {torch.conv1d, torch.conv2d, torch.conv3d}
+
+
+class SavedCopy(NamedTuple):
+    """What autocast has made of a parameter that backward will need: it is made again."""
+
+    param: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class SavedPosition(NamedTuple):
@@ -79,6 +96,8 @@ class UnitHooks:
         self._watched: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
         self._starts = [param.start for param in flat.ranges]
         self._unit_of_param = {id(p): gather.unit_of[i] for i, p in enumerate(flat.params)}
+        self._uses = _ParameterUses(self._on_use)
+        self._index_of = {id(p): i for i, p in enumerate(flat.params)}
         # a hook does not keep the units alive: Python's collector does not see it in the tensor
         weak = weakref.ref(gather)
         for i, p in enumerate(flat.params):
@@ -136,7 +155,7 @@ class UnitHooks:
         self._gather.begin_forward()
         self._depth += 1
         try:
-            with _ParameterUses(self._on_use), saved_tensors_hooks(self._pack, self._unpack):
+            with self._uses, saved_tensors_hooks(self._pack, self._unpack):
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -172,12 +191,18 @@ class UnitHooks:
 
     # ------------------------------------------------------------------ saved tensors
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedPosition:
+    def _pack(self, tensor: Tensor) -> Tensor | SavedPosition | SavedCopy:
         """Backward will need this tensor: if it is gathered, save where it lies instead."""
         flat = self._flat
-        if tensor.layout != torch.strided or tensor.dtype != flat.dtype:
+        if tensor.layout != torch.strided:
             return flat.on_saved(tensor)
         address = tensor.untyped_storage().data_ptr()
+        parameter = self._index_of.get(id(self._uses.copies.get(address)))
+        if parameter is not None:
+            offset = int(tensor.storage_offset())
+            return SavedCopy(parameter, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        if tensor.dtype != flat.dtype:
+            return flat.on_saved(tensor)
         offset = int(tensor.storage_offset())
         if address == flat.shard_data.untyped_storage().data_ptr():
             number, run = self._run_at(flat.held.position_of(offset))
@@ -194,9 +219,13 @@ class UnitHooks:
         number = self._gather.unit_of[i]
         return number, next(run for run in self._gather.units[number].runs if i in run.members)
 
-    def _unpack(self, saved: Tensor | SavedPosition) -> Tensor:
+    def _unpack(self, saved: Tensor | SavedPosition | SavedCopy) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, SavedCopy):
+            self._gather.gather(self._gather.unit_of[saved.param])
+            copy = self._flat.params[saved.param].detach().to(saved.dtype)
+            return copy.as_strided(saved.size, saved.stride, saved.offset)
         self._gather.gather(saved.unit)
         memory = self._gather.memory_of(saved.run)
         return memory.as_strided(saved.size, saved.stride, memory.storage_offset() + saved.offset)
@@ -209,11 +238,16 @@ def _count_gradient(weak: weakref.ref[UnitGather], i: int, p: Tensor) -> None:
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Calls `on_use` for every parameter that is an argument of a torch function."""
+    """Calls `on_use` for every parameter that is an argument of a torch function.
+
+    Under autocast it makes the copies in fewer bits itself, which autocast would keep for the whole
+    forward. `copies` has those of the function that runs, by their address.
+    """
 
     def __init__(self, on_use: Callable[[nn.Parameter], None]):
         super().__init__()
         self._on_use = on_use
+        self.copies: dict[int, nn.Parameter] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -225,7 +259,25 @@ class _ParameterUses(TorchFunctionMode):
                     for item in value:
                         if isinstance(item, nn.Parameter):
                             self._on_use(item)
-        return func(*args, **kwargs)
+        if func not in _LOWERED or not torch.is_autocast_enabled(_device_of(args)):
+            return func(*args, **kwargs)
+        args = [self._lowered(value) for value in args]
+        kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.copies.clear()
+
+    def _lowered(self, value: Any) -> Any:
+        if not isinstance(value, nn.Parameter) or value.dtype is not torch.float32:
+            return value
+        copy = value.to(torch.get_autocast_dtype(value.device.type))
+        self.copies[copy.untyped_storage().data_ptr()] = value
+        return copy
+
+
+def _device_of(args: Sequence[Any]) -> str:
+    return next((value.device.type for value in args if isinstance(value, Tensor)), "cpu")
 
 
 class HeldShards:
