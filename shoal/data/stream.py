@@ -51,6 +51,7 @@ class BatchStream:
         self.has_delivered = False
         self.is_passing = False  # in a turn that was finished before the checkpoint
         self.total_steps: int | None = None
+        self._all_batches: int | None = None  # where these end the run, not a number of steps
         self.batch_size = DEFAULT_BATCH_SIZE
         self.max_steps: int | None = None  # of the whole job, whatever the script asks for
         self.kind = Batches.SPLIT  # which samples a replica trains on in a step
@@ -155,13 +156,23 @@ class BatchStream:
     def _expect(self, source: Source, epochs: int, last_step: int | None) -> None:
         """Compute the number of steps, which progress shows."""
         self.total_steps = last_step
+        self._all_batches = None
         per_epoch = source.per_epoch
         seen = source.loop.batches + self.skip
         if per_epoch is not None:
-            available = self.steps_done() + max(0, per_epoch * epochs - seen)
+            to_come = max(0, per_epoch * epochs - seen)
+            available = self.steps_done() + to_come
             self.total_steps = available if last_step is None else min(last_step, available)
+            if last_step is None:
+                self._all_batches = self.delivered + to_come
         if seen and per_epoch is not None and seen >= per_epoch * epochs:
             self.is_resumed_later = True
+
+    def last_step_at(self, step: int) -> int | None:
+        """The last step, at the end of this one: each takes as many batches as these have taken."""
+        if self._all_batches is None or not 0 < step < self.delivered:
+            return self.total_steps
+        return max(step, self._all_batches * step // self.delivered)
 
     def _deliver(self, source: Source, last_step: int | None) -> Iterator[Any]:
         """Yield batches; none is fetched that would not be trained on."""

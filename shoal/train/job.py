@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from shoal.train.elastic_training import ElasticTraining
     from shoal.train.evaluate import Metric
 
+_SUFFIXES_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
 
 class Job(LoopMethods):
     """One rank's view of a training run.
@@ -53,6 +55,7 @@ class Job(LoopMethods):
     """
 
     _logged_step = 0
+    _total_steps: int | None = None
     _is_log_shown = True
     _has_epochs = False  # job.epochs was called
 
@@ -235,17 +238,21 @@ class Job(LoopMethods):
     @called_by_name
     def log(self, **metrics: float | Tensor) -> None:
         """Show progress: the first rank shows the metrics now and then, the others do nothing."""
+        names = self._logged.keys()
         self._logged = {
             name: value.detach() if isinstance(value, Tensor) else value
             for name, value in metrics.items()
         }
         # a step of a loop of the user's own, whose update is done, ends with the next batch
-        self._logged_step = self.steps + (self._loop_steps() if self._loop.stepped else 0)
+        step = self.steps + (self._loop_steps() if self._loop.stepped else 0)
+        is_new = step != self._logged_step or names != metrics.keys()
+        is_new &= step > 0 or not self._stream.has_delivered
+        if step != self._logged_step:
+            self._total_steps = self._stream.last_step_at(step)
+        self._logged_step = step
         self._is_log_shown = False
         self._callbacks.log(self._logged_step, self._logged)
-        if self._shows_log and self._services.progress.due(
-            self._logged_step, self._stream.total_steps
-        ):
+        if is_new and self._shows_log and self._services.progress.due(step, self._total_steps):
             self._show_log()
 
     def print(self, *words: Any) -> None:
@@ -310,6 +317,11 @@ class Job(LoopMethods):
         and raise if it could not be written.
         """
         self._refuse_in_finished_epoch("save")
+        if Path(path).suffix in _SUFFIXES_OF_FILES:
+            self._say_once(
+                f"{path} is a folder, which job.load reads; safetensors reads the file "
+                "model-….safetensors in it"
+            )
         self.checkpoints.save(Path(path), about or {}, "job.save", wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -404,7 +416,7 @@ class Job(LoopMethods):
         for name, value in values.items():
             if not math.isfinite(value) and self._loss_watch.reported is None:
                 self._say_once(f"{name} is not a finite number any more")
-        total = self._stream.total_steps
+        total = self._total_steps
         if self._steps and not self._steps[-1].sync.synchronous:  # others go on without lost ranks
             self._throughput.present = self._services.present(self.size)
         speeds = self._throughput.progress(self._logged_step, total)

@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,33 @@ def test_the_last_step_is_shown_where_the_number_of_steps_is_not_known() -> None
     logged(ProgressLines(out), lambda job: job.batches(samples(10).tensors for _ in range(7)))
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1", "step 7"]
     assert "left" not in out.getvalue()
+
+
+def test_a_loop_that_accumulates_counts_its_updates() -> None:
+    out = io.StringIO()
+    job = job_of(progress=ProgressLines(out))
+    net = mlp()
+    model, optimizer = job.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for number, (x, y) in enumerate(job.batches(samples(48), 4), 1):
+        loss = F.cross_entropy(model(x), y)
+        with nullcontext() if number % 4 == 0 else job.no_sync():
+            job.backward(loss)
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        job.log(loss=loss)
+    shown = [line.split("  ")[0] for line in out.getvalue().splitlines()]
+    assert shown == ["step 1/3", "step 2/3", "step 3/3"]
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_a_checkpoint_named_as_a_file_is_said_to_be_a_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of()
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    job.save(tmp_path / name)
+    assert f"{name} is a folder, which job.load reads" in capsys.readouterr().err
 
 
 def test_log_and_print_show_on_rank_0_only(
