@@ -196,20 +196,24 @@ class Supervisor:
         self._until(self.events.empty)
         succeeded = any(exit.role == "worker" and exit.returncode == 0 for exit in self.exits)
         errors = [exit for exit in self.exits if exit.returncode != 0]
-        failures = [
-            ProcessFailure(
-                exit.rank,
-                exit.returncode,
-                exit.noticed_ns,
-                read_failure(self.run_dir, exit.rank) if exit.role == "worker" else None,
-                stderr[exit.role][exit.rank].tail(),
-                exit.role,
-                self.policy.memory_ran_out(exit),
-                self.server_policy.sentence(exit.rank) if exit.role == "server" else "",
-            )
-            for exit in (self.failed if succeeded or self.failed else errors)
-        ]
-        return [failure for failure in failures if self._is_its_own(failure)]
+
+        def own(exits: list[ProcessExit]) -> list[ProcessFailure]:
+            failures = [
+                ProcessFailure(
+                    exit.rank,
+                    exit.returncode,
+                    exit.noticed_ns,
+                    read_failure(self.run_dir, exit.rank) if exit.role == "worker" else None,
+                    stderr[exit.role][exit.rank].tail(),
+                    exit.role,
+                    self.policy.memory_ran_out(exit),
+                    self.server_policy.sentence(exit.rank) if exit.role == "server" else "",
+                )
+                for exit in exits
+            ]
+            return [failure for failure in failures if self._is_its_own(failure)]
+
+        return own(self.failed) or ([] if succeeded else own(errors))
 
     def _is_its_own(self, failure: ProcessFailure) -> bool:
         """It was before the stop, or a worker that was asked to stop says why it has failed."""

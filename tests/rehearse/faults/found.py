@@ -115,6 +115,17 @@ FOUND: dict[str, Scenario] = {
         saves=True,
         faults=(AnyOrder(), FullDisk(save=2, num_bytes=986)),
     ),
+    # the server's exit hid that of the worker, and the run counted as one that had succeeded
+    "a server is lost while the run ends because all workers are": Scenario(
+        40255,
+        Kind('ps(replicas=2, servers=2, mode="async")', "log", SERVED, True, loses=BOTH, copies=2),
+        1,
+        "counts",
+        samples=24,
+        batch=8,
+        epochs=1,
+        faults=(AnyOrder(), Kill("worker 0", 0.0074), Kill("server 2", 0.0079), Silent(0.01)),
+    ),
     # its gradients were not sent, and the push was committed without them
     "a worker that finds no head after a long stop finds one for its commit": Scenario(
         3833,
