@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -111,3 +112,15 @@ def test_gradients_that_were_sent_to_a_lost_head_are_sent_to_the_next_one() -> N
         client.request(link, FrameKind.STATS, Stats())  # it looks for the head
         assert client.commit(Commit(1, 1, 1.0), loss_flags).verdict == "admitted"
         assert weights(client, 2).unique().tolist() == [-3.0, 0.0]
+
+
+def test_what_lies_between_parameters_need_not_be_sent() -> None:
+    with one_server() as (client, _):
+        spec = client.specs[0]
+        client.out[0].fill_(1.0)
+        for held in spec.slices:
+            client.push(slice(held.start, held.start + math.prod(held.shape)))
+        sent = client.links[0].pushed_bytes
+        loss_flags = torch.ones(1, 1 + spec.parameters)
+        assert client.commit(Commit(0, 0, 1.0), loss_flags).verdict == "admitted"
+        assert 0 < sent < 4 * (spec.stop - spec.start)
