@@ -30,6 +30,7 @@ KINDS = {  # a letter, its style in a terminal, the hue of a picture
     "backward": ("B", *gantt.BACKWARD[1:]),
     "weight gradient": ("W", *gantt.WEIGHT[1:]),
     "update": ("U", "magenta", "#cc79a7"),
+    "computing": ("c", *gantt.FORWARD[1:]),
     trace.WAIT: (gantt.IDLE, "dim", "#fff"),
     "send": ("S", "cyan", "#56b4e9"),
     "push": ("P", "cyan", "#d55e00"),

@@ -159,7 +159,13 @@ def verify(
     taken = counted(verdict.steps, "step")
     if value.sync_for(workers).batches is Batches.WHOLE_DATASET:
         taken += " over the whole dataset each"
-    taken += "" if verdict.steps == steps else " (the script takes no more)"
+    if verdict.steps == steps:
+        runs.say(
+            f"the script was ended after {counted(steps, 'step')}: what it does later, such as an "
+            "evaluation, was not reached; --steps takes more"
+        )
+    else:
+        taken += " (all that the script takes)"
     lines = [*_lines(verdict), f"{'equal' if verdict.ok else 'NOT EQUAL'}: {script} under {value} "]
     lines[-1] += f"on {where}, {taken}"
     document = {"script": script, "strategy": str(value), "workers": workers}

@@ -36,6 +36,12 @@ class Place(NamedTuple):
     counters: tuple[int | None, ...] = ()
 
     @property
+    def call(self) -> str:
+        """Which one it is of the calls in its function, from the top."""
+        function, _, number = self.site.rpartition(" ")
+        return f"call {number} in {function.rpartition('/')[2]}"
+
+    @property
     def turns(self) -> tuple[int, ...] | None:
         """The counters, where each loop around it has one."""
         known = tuple(value for value in self.counters if value is not None)

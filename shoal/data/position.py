@@ -116,10 +116,9 @@ class Positions:
         if place.turns is not None and place in places:
             return places.index(place)
         if places[0] and not turns:  # another loop, such as that of a script for fine-tuning
-            here, there = (p.site.rpartition(" ")[0] for p in (place, places[0]))
             self.note = (
-                f"the checkpoint knows no loop over job.batches in {here}, but in {there}: this "
-                "one begins with its first batch"
+                f"the checkpoint knows no loop over job.batches at {place.call}, but at "
+                f"{places[0].call}: this one begins with its first batch"
             )
             return len(places)
         if place.turns is not None and all(t is not None and t < place.turns for t in turns):

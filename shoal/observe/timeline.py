@@ -115,6 +115,14 @@ def _of_row(process: Process, spans: Sequence[Span]) -> list[Span]:
     return found
 
 
+def _process_row(process: Process, spans: Sequence[Span], window: Interval) -> list[Span]:
+    """In a loop of the user's own, what is in no span computes."""
+    row = row_of(_of_row(process, spans), window)
+    if isinstance(process, str) or not time_shares.is_own_loop(spans):
+        return row
+    return [span._replace(kind="computing") if span.kind == OTHER else span for span in row]
+
+
 @dataclass(frozen=True)
 class MeasuredTimeline:
     """Some steps of a trace, by number; all of a trace without steps."""
@@ -127,7 +135,7 @@ class MeasuredTimeline:
     @cached_property
     def rows(self) -> dict[Process, list[Span]]:
         given = self.trace.items()
-        return {who: row_of(_of_row(who, spans), self.window) for who, spans in given}
+        return {who: _process_row(who, spans, self.window) for who, spans in given}
 
     @cached_property
     def shares(self) -> dict[Process, TimeShares]:
@@ -152,11 +160,9 @@ class MeasuredTimeline:
             beside = [s for s in beside if s.bytes or s.track != trace.ISSUED]
             counted = trained.get(str(process), [whole])
             whole_ns[where] += time_shares.length(counted)
-            rest = "computing" if where == WORKER and time_shares.is_own_loop(spans) else OTHER
             intervals = defaultdict[str, list[Interval]](list)
-            for span in row_of(_of_row(process, spans), whole):
-                kind = rest if span.kind == OTHER else span.kind
-                intervals[kind].append((span.start_ns, span.end_ns))
+            for span in _process_row(process, spans, whole):
+                intervals[span.kind].append((span.start_ns, span.end_ns))
             for kind, each in intervals.items():
                 held = each if kind in _BESIDE else time_shares.intersection(each, counted)
                 taken_ns[where, kind] += time_shares.length(held)

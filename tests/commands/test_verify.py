@@ -87,8 +87,15 @@ def test_fewer_steps_than_asked_for_are_explained(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "running alone: up to 20 steps\n" in done.stderr
     equal = "equal: train.py under mapreduce on 2 workers"
-    steps = "2 steps over the whole dataset each (the script takes no more)"
+    steps = "2 steps over the whole dataset each (all that the script takes)"
     assert done.stdout.endswith(f"{equal}, {steps}\n")
+    assert "was not reached" not in done.stderr
+
+
+def test_that_the_rest_of_the_script_was_not_reached_is_said(tmp_path: Path) -> None:
+    done = printed(tmp_path, scripts.PLAIN, "-n", "2", "--steps", "2")
+    assert done.stdout.endswith("equal: train.py under ddp on 2 workers, 2 steps\n")
+    assert "after 2 steps: what it does later, such as an evaluation, was not" in done.stderr
 
 
 STEP = "job.log(loss=step(batch))"

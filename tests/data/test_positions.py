@@ -237,3 +237,7 @@ def test_a_loop_is_known_by_its_place(
     function: Callable[[Any], Any], places: list[tuple[str, int | None]]
 ) -> None:
     assert Caller().train(function) == [Place(site, (turn,)) for site, turn in places]
+
+
+def test_a_place_says_which_call_of_its_function_it_is() -> None:
+    assert Place("called 1/batches_of 2").call == "call 2 in batches_of"

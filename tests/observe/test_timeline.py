@@ -278,3 +278,10 @@ def test_what_is_not_there_is_refused_and_a_trace_without_steps_is_shown_whole()
     with pytest.raises(BadInput, match="no spans"):
         select({0: []})
     assert select({0: [main("forward", 2, 5)]}).window == (2 * MS, 5 * MS)
+
+
+def test_what_is_in_no_span_of_an_own_loop_computes() -> None:
+    spans = [main("load", at, at + 1) for at in (0, 10, 20)]
+    assert path(select({0: spans}), 1) == [(0, {"load": 1, "computing": 9})]
+    with_step = [main("load", 0, 1), step(1, 1, 10), main("forward", 1, 9)]
+    assert path(select({0: with_step}), 1) == [(0, {"load": 1, "forward": 8, "other": 1})]

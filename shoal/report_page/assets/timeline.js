@@ -5,7 +5,7 @@ const KINDS = {
   forward: "#0072b2", backward: "#009e73", "weight gradient": "#e69f00", update: "#cc79a7",
   reduce: "#d55e00", gather: "#b5651d", send: "#56b4e9", receive: "#3a86b0", push: "#d55e00",
   pull: "#8a6fc0", mix: "#a0522d", load: "#8a8d00", evaluate: "#7b5ea7", checkpoint: "#5d7a5d",
-  injected: "#c1121f", step: "#8d99a6",
+  injected: "#c1121f", computing: "#0072b2", step: "#8d99a6",
 };
 const HEIGHTS = { main: 20, steps: 12 };
 const ROW = 12, GAP = 7, AXIS = 22;
