@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from shoal.comm.executors.nccl_watch import NcclWatch
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.transport.shm.segment import is_built
+from tests.comm.test_shared_memory_processes import on_shm_processes
 from tests.comm.threads import memory_of, on_shm_threads
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
@@ -49,6 +52,22 @@ def test_a_rank_that_fails_is_named_with_the_operation() -> None:
 
     for rank, found in enumerate(on_shm_threads(3, body)[:2]):
         assert str(found[0]).startswith(f"rank {rank} lost rank 2 in all_reduce #3 over NCCL")
+
+
+def test_a_killed_rank_is_named_by_one_whose_connection_broke_and_by_those_that_it_leaves() -> None:
+    def body(group: Group) -> str:
+        watch, at, found = watched(group)
+        with suppress(PeerLost), watch:
+            if group.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if group.rank == 2:
+                raise PeerLost(2, None, "all_reduce #3 over NCCL (remote process exited)")
+            assert at.ended.wait(20)
+        return str(found[0])
+
+    for rank, found in enumerate(on_shm_processes(3, body)):
+        if rank != 1:
+            assert found.startswith(f"rank {rank} lost rank 1 in all_reduce #3 over NCCL (killed")
 
 
 def test_ranks_that_finish_one_after_the_other_lose_none() -> None:
