@@ -183,7 +183,9 @@ def measure(job: shoal.Job, strategies: Sequence[str], size: str, rows: int, ste
             ]
             ways += [(p.__name__, partial(_theirs, job, p, size, batch, steps)) for p in peers]
             for way, run in ways[:: -1 if round_ else 1]:
+                held_gib = torch.cuda.memory_allocated() / 2**30  # left by the way before
                 one = {"strategy": strategy, "way": way, "round": round_, **run()}
+                one["peak_gib"] -= held_gib
                 found.append(one)
                 if job.rank == 0:
                     say(json.dumps(one))
