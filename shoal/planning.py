@@ -51,6 +51,7 @@ class FoundPlan:
     too_large: tuple[PlannedStrategy, ...]  # faster than the first, and larger than the memory
     asynchronous: tuple[PlannedStrategy, ...]  # with `include_async`; not one device's result
     nothing_fits: str | None  # what would be needed, where `ranked` is empty
+    asked: str = ""  # why the strategy that was asked about is not the first
 
     @property
     def best(self) -> PlannedStrategy:
@@ -113,6 +114,7 @@ def as_plan(result: SearchResult) -> FoundPlan:
         tuple(one for each in result.too_large for one in _planned((each,))),
         _planned(result.asynchronous),
         None if result.ranked else nothing_fits(result.least, result.least_workers),
+        "" if result.asked is None or not result.ranked else why(result.asked, result.ranked[0]),
     )
 
 

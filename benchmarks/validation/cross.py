@@ -1,4 +1,4 @@
-"""Every published table, predicted by a fit to all others of its GPU: leave one table out.
+"""Every published table, predicted by a fit to the sources of its GPU that are others.
 
 One set of constants a GPU. The fit starts at `PRIORS`, which no table had a part in: datasheets,
 measured collectives, and what an eager program takes for a launch. A GPU with few tables takes the
@@ -20,7 +20,6 @@ from benchmarks.validation.fit import AMPERE, Fitted, constants_of, fit, with_co
 from benchmarks.validation.published import PublishedTable
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
-from shoal.plan.accuracy import kind_of
 
 PRIORS: Mapping[str, float] = {
     "matmul_efficiency": 0.75,
@@ -50,7 +49,6 @@ HOPPER: Mapping[str, float] = {  # of the H100, where they differ
 _UNUSED = 989 / 312 / (132 * 1755 / (108 * 1410))
 _ROWS = 10  # of a table, at most, in a fit
 _ROUNDS, _AGAIN = 20, 12  # of a fit at most, and of one that starts at the fit to all tables
-_LOW, _HIGH = 0.1, 0.9  # of the rows are below and above a range
 Say = Callable[[str], None]
 
 
@@ -69,17 +67,6 @@ class HeldOut:
     @property
     def median_error(self) -> float:
         return statistics.median(map(abs, self.errors))
-
-
-@dataclass(frozen=True)
-class KindRange:
-    """How much longer runs of a kind took than predicted: 80% of them, and of tables."""
-
-    kind: str
-    low: float
-    high: float
-    rows: int
-    covered: float  # of the rows
 
 
 class _Priced:
@@ -139,7 +126,8 @@ def _left_out(
     cluster: Cluster, tables: Sequence[_Priced], near: Mapping[str, float], index: int
 ) -> HeldOut:
     one = tables[index]
-    fitted = fit_tables(cluster, [other for other in tables if other is not one], near)
+    source = one.table.source
+    fitted = fit_tables(cluster, [t for t in tables if t.table.source != source] or tables, near)
     return HeldOut(one.table, _compared(one, fitted.cluster), fitted)
 
 
@@ -159,34 +147,3 @@ def _compared(one: _Priced, cluster: Cluster) -> tuple[Compared, ...]:
         Compared(row.line, row.strategy, row.workers, row.seconds, seconds)
         for row, seconds in zip(one.table.rows, predicted, strict=True)
     )
-
-
-def ranges(held: Sequence[HeldOut]) -> list[KindRange]:
-    """By kind: quantiles of measured over predicted."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for one in held:
-        devices = load_cluster(one.table.cluster).node.devices
-        kinds = [kind_of(row.strategy, row.workers > devices) for row in one.rows]
-        for kind, row in zip(kinds, one.rows, strict=True):
-            ratio = row.measured_s / row.predicted_s
-            found.setdefault(kind, []).append((ratio, 1 / kinds.count(kind)))
-    return [_range(kind, pairs) for kind, pairs in sorted(found.items())]
-
-
-def _range(kind: str, pairs: list[tuple[float, float]]) -> KindRange:
-    """The wider one of: tables weigh the same, rows do."""
-    each = [(ratio, 1.0) for ratio, _ in pairs]
-    low = min(_quantile(sorted(some), _LOW) for some in (pairs, each))
-    high = max(_quantile(sorted(some), _HIGH) for some in (pairs, each))
-    inside = sum(low <= ratio <= high for ratio, _ in pairs)
-    return KindRange(kind, low, high, len(pairs), inside / len(pairs))
-
-
-def _quantile(pairs: Sequence[tuple[float, float]], share: float) -> float:
-    limit = share * sum(weight for _, weight in pairs)
-    passed = 0.0
-    for ratio, weight in pairs:
-        passed += weight
-        if passed >= limit:
-            return ratio
-    return pairs[-1][0]

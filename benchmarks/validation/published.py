@@ -148,6 +148,14 @@ _MPT = {
 }
 
 
+PROJECTS = {  # with more tables than one
+    "Megatron-LM": ("sc21 table 1", "ptd", "zero-3", "korthikanti", "dp8"),
+    "MegaScale": ("megascale", "megascale own"),
+    "MPT": ("mpt a100", "mpt a100-40", "mpt h100"),
+    "vTrain": ("vtrain multi", "vtrain single"),
+}
+
+
 @dataclass(frozen=True)
 class PublishedRow:
     """One run."""
@@ -175,6 +183,11 @@ class PublishedTable:
     rows: tuple[TimedRow, ...]
     runs_as: RunsAs = _MEGATRON_LM
     cluster: str = "dgx-a100"  # of its GPUs: the preset
+
+    @property
+    def source(self) -> str:
+        """The paper or project that all such tables are of."""
+        return next((name for name, tables in PROJECTS.items() if self.name in tables), self.name)
 
 
 _SOURCES: dict[str, tuple[RunsAs, str]] = {

@@ -11,12 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shoal.cluster import Cluster
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.goodput import FailureOptions, goodput_parts
+from shoal.commands.launching import strategy_for
 from shoal.commands.options import option
 from shoal.commands.output import Part, bold, show
-from shoal.commands.subject import SubjectOptions
+from shoal.commands.subject import Subject, SubjectOptions, hidden_axes
 from shoal.plan.search import OnPriced, SearchOptions, search
 from shoal.planning import FoundPlan, PlannedStrategy, as_plan
 from shoal.runtime.wording import counted
@@ -29,7 +31,9 @@ def plan(
     include_async: bool = option(
         "Also list strategies whose result is not that of one device.", False, "--include-async"
     ),
-    top: int = option("How many strategies to show.", 10, min=1),
+    top: int = option("How many strategies to show.", 5, min=1),
+    explain: str | None = option("Say why this strategy is not the first.", None, "--why"),
+    hide: str = option("Communication that runs beside computing: of tp, ep, pp.", ""),
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest strategies for a model on a cluster, and say why.
@@ -41,8 +45,10 @@ def plan(
     """
     hardware, failures = failing.on(asked.hardware(workers), workers)
     subject = asked.subject(workers)
-    settings = replace(asked.settings(subject.batch), failures=failures)
-    wanted = SearchOptions(settings, top, include_async)
+    hidden = hidden_axes(hide)
+    settings = replace(asked.settings(subject.batch), failures=failures, hide=hidden)
+    value = None if explain is None else strategy_for(explain, workers, to_run=False)
+    wanted = SearchOptions(settings, top, include_async, value)
     with _progress(as_json) as on_priced:
         result = search(subject.workload, hardware, workers, wanted, on_priced)
     found = as_plan(result)
@@ -55,6 +61,7 @@ def plan(
         "too_large": [_entry(one) for one in found.too_large],
         "asynchronous": [_entry(one) for one in found.asynchronous],
         "nothing_fits": found.nothing_fits,
+        "why": found.asked,
         "variants": result.variants,
         "priced": result.priced,
     }
@@ -67,7 +74,10 @@ def plan(
     )
     first = found.ranked[0].prediction.goodput if found.ranked else None
     useful = [] if first is None else goodput_parts(first, hardware)
-    show(document, [heading, *_parts(found), *useful, counts], as_json, wraps=True)
+    said = [f"\n{explain}: {found.asked}"] if found.asked else []
+    costs = _costs(found, hardware, subject) if found.ranked else ""
+    lines = [heading, *_parts(found), *useful, *said, *filter(None, [costs]), counts]
+    show(document, lines, as_json, wraps=True)
     if not result.ranked:
         raise typer.Exit(1)
 
@@ -88,9 +98,13 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
 def _parts(found: FoundPlan) -> Iterator[Part]:
     if found.ranked and found.ranked[0].prediction.goodput:
         yield f"{'step':>13} {'range':>20}  {'memory':>7}  useful"
-    for one in found.ranked:
+    for number, one in enumerate(found.ranked):
         first, last = one.place
-        yield from _lines(f"{first}-{last}" if last > first else str(first), one)
+        mark = f"{first}-{last}" if last > first else str(first)
+        line, *more = _lines(mark, one)
+        yield line
+        if number == 0:
+            yield from more
     for title, mark, others in (
         ("\nfaster, and too large", "-", found.too_large),
         ("\nnot the result of one device", "~", found.asynchronous),
@@ -98,7 +112,7 @@ def _parts(found: FoundPlan) -> Iterator[Part]:
         if others:
             yield bold(title)
         for one in others:
-            yield from _lines(mark, one)
+            yield next(_lines(mark, one))
     if found.nothing_fits:
         yield found.nothing_fits
 
@@ -121,6 +135,17 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
     for line in (f"{one.why}{utilization}", answer, one.in_script, prediction.convergence, merged):
         if line:
             yield f"      {line}"
+
+
+def _costs(found: FoundPlan, hardware: Cluster, subject: Subject) -> str:
+    """Of the first, where nodes have a price and samples are sequences."""
+    price, sequence = hardware.node.price_per_hour, subject.workload.limits.cp
+    if price is None or sequence <= 1:
+        return ""
+    first = found.ranked[0].prediction
+    nodes = -(-first.workers // hardware.node.devices)
+    cost = nodes * price * first.effective_s / 3600 / (first.batch * sequence / 1e6)
+    return f"\nthe first costs {cost:.3g} a million tokens, at {price:g} a node and hour"
 
 
 def _entry(one: PlannedStrategy) -> dict[str, Any]:

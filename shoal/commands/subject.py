@@ -134,10 +134,14 @@ class PredictedStepOptions:
     def on(self, settings: PlanSettings) -> PlanSettings:
         if self.recompute not in ("none", "selective", "full"):
             raise BadInput(f"--recompute is none, selective or full, not {self.recompute!r}")
-        hide = tuple(filter(None, self.hide.split(",")))
-        if unknown := set(hide) - {"tp", "ep", "pp"}:
-            raise BadInput(f"--hide takes tp, ep and pp, such as tp,pp, not {min(unknown)!r}")
-        return replace(settings, **vars(self) | {"hide": hide})
+        return replace(settings, **vars(self) | {"hide": hidden_axes(self.hide)})
+
+
+def hidden_axes(text: str) -> tuple[str, ...]:
+    hide = tuple(filter(None, text.split(",")))
+    if unknown := set(hide) - {"tp", "ep", "pp"}:
+        raise BadInput(f"--hide takes tp, ep and pp, such as tp,pp, not {min(unknown)!r}")
+    return hide
 
 
 def slow_workers(texts: Sequence[str], cluster: Cluster, workers: int) -> dict[int, float]:

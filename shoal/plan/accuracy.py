@@ -1,34 +1,96 @@
 """How far predictions are from published runs, by kind, and which plans that leaves equal.
 
-The tables of `benchmarks/validation/published.py`, each predicted by constants that were fitted to
-all others of its GPU: `python -m benchmarks published` prints these figures. A cluster that was
-measured has the spread of its own figures instead.
+The tables of `benchmarks/validation/sources.py`, to which no constant was fitted, predicted by
+presets: a source is all tables of one paper or project, and its rows lie in the ranges of the other
+sources about as often as a range says. Tables that constants were fitted to (`published.py`) are
+nearer. `python -m benchmarks published` prints these figures. A cluster that was measured has the
+spread of its own figures.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shoal.cluster.hardware import Device
 from shoal.plan.prediction import Prediction
-
-ONE_NODE, SEVERAL_NODES, SHARDED = "one node", "several nodes", "zero(3) on several nodes"
-# measured over predicted seconds: of 80% of the rows
-RANGES = {ONE_NODE: (0.89, 1.22), SEVERAL_NODES: (0.96, 1.16), SHARDED: (0.91, 1.09)}
+from shoal.plan.workloads import Workload
 
 
-def kind_of(strategy: str, several_nodes: bool) -> str:
-    """The kind of runs that a strategy is held against."""
-    if not several_nodes:
-        return ONE_NODE
-    return SHARDED if strategy.startswith("zero(3") else SEVERAL_NODES
+class RunKind(NamedTuple):
+    """What decides how well a run is known."""
+
+    model: str  # dense, experts, or a traced script
+    precision: str
+    hardware: str
+
+    def __str__(self) -> str:
+        return f"{self.model} in {self.precision} on {self.hardware}"
 
 
-def range_of(device: Device, strategy: str, several_nodes: bool) -> tuple[float, float]:
+DENSE, EXPERTS, TRACED = "a dense transformer", "a mixture of experts", "a traced script"
+_PRECISIONS = {"bf16": "16 bits", "fp16": "16 bits"}
+_FAMILIES = {"A800": "A100", "H200": "H100", "H800": "H100", "GB200": "B200"}
+# measured over predicted seconds: 80% of the rows, every source with the same weight, and wider
+# the fewer sources there were
+RANGES = {
+    (DENSE, "16 bits"): (0.88, 1.42),
+    (DENSE, "fp8"): (0.82, 1.33),
+    (EXPERTS, ""): (0.60, 2.06),
+}
+_UNSEEN = 1.5  # how much wider, as logarithms, where hardware, precision or model was never seen
+SEEN = {
+    RunKind(DENSE, "16 bits", "A100"): "Megatron-LM, MegaScale, MPT, torchtitan, fms-fsdp",
+    RunKind(DENSE, "16 bits", "H100"): "MPT, Llama 3, torchtitan, KempnerForge",
+    RunKind(DENSE, "fp8", "H100"): "NeMo, Megatron-Bridge, torchtitan",
+    RunKind(DENSE, "fp8", "B200"): "Megatron-Bridge",
+    RunKind(EXPERTS, "16 bits", "H100"): "NeMo AutoModel, Megatron-Bridge",
+    RunKind(EXPERTS, "fp8", "H100"): "Megatron-Bridge, DeepSeek-V3",
+    RunKind(EXPERTS, "16 bits", "B200"): "Megatron-Bridge",
+    RunKind(EXPERTS, "fp8", "B200"): "Megatron-Bridge",
+}
+
+
+def kind_of(workload: Workload, device: Device) -> RunKind:
+    limits = workload.limits
+    model = DENSE if limits.selective_recompute else TRACED
+    found = re.search(r"[A-Z]+\d+", device.name)
+    family = device.name if found is None else _FAMILIES.get(found[0], found[0])
+    compute = workload.precision.compute
+    precision = _PRECISIONS.get(compute, compute)
+    return RunKind(EXPERTS if limits.ep > 1 else model, precision, family)
+
+
+def is_known(device: Device) -> bool:
+    """Whether the device itself was measured, and so needs no published runs."""
+    return device.synchronous or device.source == "measured" or device.forward_pace != 1
+
+
+def range_of(device: Device, kind: RunKind) -> tuple[float, float]:
     """What steps of this kind took of the predicted time."""
-    if device.synchronous or device.source == "measured" or device.forward_pace != 1:
+    if is_known(device):
         return 1.0, 1.0
-    return RANGES[kind_of(strategy, several_nodes)]
+    precision = "" if kind.model == EXPERTS else kind.precision
+    low, high = RANGES.get((kind.model, precision), RANGES[DENSE, "16 bits"])
+    if kind in SEEN:
+        return low, high
+    middle, half = math.sqrt(low * high), math.sqrt(high / low) ** _UNSEEN
+    return middle / half, middle * half
+
+
+def what_was_seen(device: Device, kind: RunKind) -> str:
+    """One sentence where no published run is like this one: the nearest that are."""
+    if is_known(device) or kind in SEEN:
+        return ""
+
+    def same(other: RunKind) -> int:
+        return sum(one == two for one, two in zip(kind, other, strict=True))
+
+    most = max(map(same, SEEN))
+    nearest = "; ".join(f"{one} ({SEEN[one]})" for one in SEEN if same(one) == most)
+    return f"no run like this was seen, {kind}: the nearest are {nearest}"
 
 
 def is_faster(one: Prediction, other: Prediction) -> bool:

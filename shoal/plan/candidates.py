@@ -119,12 +119,15 @@ def candidate(
     strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
     microbatch = None if in_notation or shape.is_default else shape.microbatch
     beside = "none" if in_notation and recompute == "full" else recompute
-    return Candidate(strategy, _settings(settings, microbatch, beside))
+    hide = tuple(axis for axis in settings.hide if getattr(strategy, axis) is not None)
+    return Candidate(strategy, _settings(settings, microbatch, beside, hide))
 
 
 @lru_cache(maxsize=1000)
-def _settings(settings: PlanSettings, microbatch: int | None, recompute: Recompute) -> PlanSettings:
-    return replace(settings, microbatch=microbatch, recompute=recompute)
+def _settings(
+    settings: PlanSettings, microbatch: int | None, recompute: Recompute, hide: tuple[str, ...]
+) -> PlanSettings:
+    return replace(settings, microbatch=microbatch, recompute=recompute, hide=hide)
 
 
 @lru_cache(maxsize=1000)

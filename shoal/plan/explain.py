@@ -108,6 +108,8 @@ def options_of(settings: PlanSettings) -> str:
         words.append(f"--microbatch {settings.microbatch}")
     if settings.recompute != "none":
         words.append(f"--recompute {settings.recompute}")
+    if settings.hide:
+        words.append(f"--hide {','.join(settings.hide)}")
     if not settings.flash_attention:
         words.append("--no-flash-attention")
     return " ".join(words)

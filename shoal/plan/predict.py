@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import Device
 from shoal.errors import BadInput
-from shoal.plan.accuracy import range_of
+from shoal.plan.accuracy import kind_of, range_of, what_was_seen
 from shoal.plan.goodput import Failures, elastic_term, goodput_of
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
@@ -177,8 +177,10 @@ class Predictor:
         if turns > 1:  # each step of all replicas is so many batches
             parts = tuple(part._replace(seconds=part.seconds / turns) for part in parts)
         step_s = sum(part.seconds for part in parts)
-        several_nodes = workers > self.cluster.node.devices
-        low, high = range_of(pricer.cluster.device, text, several_nodes)
+        device = pricer.cluster.device
+        kind = kind_of(self.workload, device)
+        low, high = range_of(device, kind)
+        seen = what_was_seen(device, kind)
         found = Prediction(
             strategy=text,
             workers=workers,
@@ -196,6 +198,7 @@ class Predictor:
             samples_per_s=settings.batch / step_s,
             mfu=self._model_flops(settings) / (pricer.peak_flops * workers * step_s),
             convergence=sync.convergence,
+            notes=(seen,) if seen else (),
             microbatches=resolved.microbatches,
         )
         if settings.failures is None:

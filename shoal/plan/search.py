@@ -22,13 +22,22 @@ from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.candidates import Candidate, Shape, candidate, layouts, pipelines, shapes, syncs
+from shoal.plan.candidates import (
+    Candidate,
+    Shape,
+    candidate,
+    divisors,
+    layouts,
+    pipelines,
+    shapes,
+    syncs,
+)
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.workloads import Recompute, Workload
 from shoal.runtime.wording import counted
 from shoal.strategy.base import SyncTerm
-from shoal.strategy.strategy import Layout
+from shoal.strategy.strategy import Layout, Strategy
 
 AS_FAST = 1.02  # predictions that are closer than this are no reason to prefer one
 NEAR_MISS = 0.05  # of the memory: what is larger by less may fit after all
@@ -90,6 +99,10 @@ def order(one: Priced) -> tuple[float, float, int]:
     return time, one.prediction.memory.total, len(one.prediction.strategy)
 
 
+def _needs(one: Priced) -> float:
+    return one.prediction.memory.total
+
+
 def _too_large(one: Priced) -> tuple[bool, tuple[float, float, int]]:
     """Near misses first, then by time."""
     prediction = one.prediction
@@ -110,6 +123,7 @@ class SearchOptions:
     settings: PlanSettings
     top: int = 10
     include_async: bool = False
+    explain: Strategy | None = None  # why it is not the first
     notation_only: bool = False  # only what `-s` can say: no recompute or micro-batches without pp
 
 
@@ -122,6 +136,7 @@ class SearchResult:
     least_workers: Priced | None  # where nothing fits: the fewest workers that do
     variants: int  # that the answer is about
     priced: int
+    asked: Priced | None = None  # the one to be explained
 
 
 def search(
@@ -153,6 +168,7 @@ def search(
         None if ranked else run.fewest_workers(),
         run.variants,
         priced,
+        None if options.explain is None else run.best_of(options.explain),
     )
 
 
@@ -293,6 +309,22 @@ class _Search:
             self.first_refusal = self.first_refusal or str(error)
             return None
         return Priced(tried, shape.layout, prediction)
+
+    def best_of(self, strategy: Strategy) -> Priced:
+        """The strategy with the micro-batch and recompute that suit it; BadInput: none does."""
+        layout, settings = strategy.layout(self.workers), self.options.settings
+        hide = tuple(axis for axis in settings.hide if getattr(strategy, axis) is not None)
+        samples = max(1, settings.batch // (layout.replicas * layout.ep))
+        sizes = [settings.microbatch] if settings.microbatch else [None, *divisors(samples)]
+        shape = Shape(layout, 1, 1)
+        found = []
+        for size in sizes:
+            for recompute in self._ladder(shape):
+                tried = replace(settings, microbatch=size, recompute=recompute, hide=hide)
+                one = self.predictor.predict(strategy, self.workers, tried, layout)
+                found.append(Priced(Candidate(strategy, tried), layout, one))
+        fitting = [one for one in found if one.prediction.fits]
+        return min(fitting, key=order) if fitting else min(found, key=_needs)
 
     def least(self, workers: int) -> Priced | None:
         """The strategy that needs the least memory on so many workers."""

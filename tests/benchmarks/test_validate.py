@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from benchmarks.__main__ import app
-from benchmarks.validation.compare import Compared, PricedTable, RunsAs, validate
-from benchmarks.validation.cross import HeldOut, ranges
+from benchmarks.validation.compare import PricedTable, RunsAs, validate
 from benchmarks.validation.fit import BOUNDS, constants_of, fit, with_constants
 from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
-from benchmarks.validation.published import PublishedTable
+from benchmarks.validation.sources import leave_sources_out, quantiles, ranges_of, source_rows
 from shoal.cli import run_app
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
@@ -128,14 +128,23 @@ def test_bad_input_is_a_sentence(
     assert status == 2 and said in err
 
 
-def test_a_range_has_80_percent_of_the_rows_of_a_kind() -> None:
-    table = PublishedTable("rows", ())
-    compared = tuple(Compared(n, "ddp", 8, 1 + n / 100, 1.0) for n in range(-50, 51))
-    wide = tuple(Compared(n, "zero(3)", 64, 2.0, 1.0) for n in range(3))
-    fitted = fit(load_cluster("dgx-a100"), [1.0], lambda there: [1.0], rounds=1)
-    held = [HeldOut(table, compared, fitted), HeldOut(table, wide, fitted)]
-    one, sharded = ranges(held)
-    assert (one.kind, sharded.kind) == ("one node", "zero(3) on several nodes")
-    assert 0.8 <= one.covered < 0.82
-    assert (one.low, one.high) == pytest.approx((0.6, 1.4), abs=0.011)
-    assert (sharded.low, sharded.high) == (2.0, 2.0)
+def test_a_range_has_80_percent_of_the_rows_and_every_source_the_same_weight() -> None:
+    even = [("one", "dense", 1 + n / 100) for n in range(-50, 51)]
+    assert quantiles(even) == pytest.approx((0.6, 1.4), abs=0.011)
+    assert quantiles([*even, *[("other", "dense", 2.0)] * 3])[1] == 2.0
+    low, high = ranges_of(even)["dense"]  # of one source: twice as wide
+    assert high / low == pytest.approx((1.4 / 0.6) ** 2, rel=0.05)
+
+
+def test_a_source_is_held_against_the_ranges_of_the_others() -> None:
+    rows = [(name, "dense", ratio) for name in "ab" for ratio in (0.9, 1.0, 1.1)]
+    found = leave_sources_out([*rows, ("far", "dense", 3.0), ("far", "experts", 1.0)])
+    assert found["far"] == (2, pytest.approx(1 / 3), 1)
+    assert found["a"][2] == 3
+
+
+def test_every_row_of_the_sources_is_predicted() -> None:
+    rows = source_rows()
+    assert len(rows) == 70 and all(0.3 < row.ratio < 3 for row in rows)
+    assert sum(row.is_inside for row in rows) > 0.75 * len(rows)
+    assert median(abs(1 / row.ratio - 1) for row in rows) < 0.15

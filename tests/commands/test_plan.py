@@ -120,6 +120,20 @@ def test_a_predicted_step_leaves_a_timeline(tmp_path: Path) -> None:
 
 
 MODEL = ("--gpt", "layers=4,hidden=512,heads=8,sequence=256", "--batch", "32")
+
+
+def test_a_plan_hides_communication_says_why_not_and_what_a_token_costs(tmp_path: Path) -> None:
+    priced = tmp_path / "priced.toml"
+    priced.write_text('base = "dgx-a100"\nname = "priced"\n[node]\nprice_per_hour = 20\n')
+    words = ("plan", *SMALL[:2], "--cluster", str(priced), "-n", "16", "--batch", "64")
+    shown = shoal(*words, "--hide", "tp", "--why", "tp(2) + pp(8)").stdout
+    assert "tp(2) + pp(8): " in shown and "million tokens, at 20 a node and hour" in shown
+    found = document_of(*words, "--hide", "tp", "--why", "tp(2) + pp(8)", "--top", "40")
+    hidden = [one for one in found["ranked"] if "--hide tp" in one["options"]]
+    assert hidden and all("tp(" in one["strategy"] for one in hidden)
+    assert "ms is sending between stages over" in found["why"]
+
+
 SIMULATE = ("simulate", *MODEL, "--cluster", "rack-1-4", "-n", "4")
 
 

@@ -12,7 +12,7 @@ import shoal
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
-from shoal.plan.accuracy import ONE_NODE, RANGES, SEVERAL_NODES, SHARDED, places
+from shoal.plan.accuracy import DENSE, RANGES, kind_of, places, what_was_seen
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import does_not_fit, in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
@@ -100,13 +100,15 @@ def test_ranges_are_those_of_published_runs_but_for_measured_machines() -> None:
         return round(one.low_s / one.step_s, 2), round(one.high_s / one.step_s, 2)
 
     exact = cluster(80)
-    for text, workers, kind in (
-        ("ddp", 2, ONE_NODE),
-        ("zero(3)", 2, ONE_NODE),
-        ("ddp + tp(2)", 4, SEVERAL_NODES),
-        ("zero(3)", 4, SHARDED),
-    ):
-        assert between(exact, text, workers) == RANGES[kind]
+    seen = replace(exact, device=replace(exact.device, name="A100-80GB"))
+    low, high = RANGES[DENSE, "16 bits"]
+    assert between(seen, "zero(3)", 4) == (round(low, 2), round(high, 2))
+    unknown = between(exact, "zero(3)", 4)
+    assert unknown[0] < low and unknown[1] > high
+    assert not what_was_seen(seen.device, kind_of(MODEL, seen.device))
+    words = what_was_seen(exact.device, kind_of(MODEL, exact.device))
+    assert "no run like this was seen, a dense transformer in 16 bits on" in words
+    assert "the nearest are a dense transformer in 16 bits on A100 (Megatron-LM" in words
     measured = replace(exact, device=replace(exact.device, source="measured"))
     assert between(measured, "zero(3)", 4) == (1.0, 1.0)
 
