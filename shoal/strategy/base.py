@@ -128,6 +128,8 @@ class SyncTerm(Term, role="sync", abstract=True):
     why_no_server_processes: str = "this strategy starts no servers; ps does"
     server_replicas: int = 1  # processes that hold the same: server p is copy p % so many
     server_consistency: str = "strong"
+    adds_up: bool = True  # servers sum pushes before an update
+    who_waits: str = ""  # where some do not, in lines for a reader
     promise: str | None = None  # what copies of servers promise, in one sentence
 
     @property
