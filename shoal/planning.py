@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.cluster import Cluster
 from shoal.cluster.units import parse_bytes
-from shoal.commands.subject import Subject, named_cluster, workload_of_script
+from shoal.commands.subject import Subject, named_cluster, program_on, workload_of_script
 from shoal.errors import BadInput
 from shoal.plan.accuracy import places
 from shoal.plan.explain import in_script, nothing_fits, options_of, why
@@ -78,8 +78,10 @@ def predict(
     value.layout(workers)
     value.require_built()
     subject = _subject(model, batch, workers)
-    settings = PlanSettings(subject.batch, microbatch, recompute)
-    predictor = Predictor(subject.workload, named_cluster(cluster).of_size(workers))
+    hardware = named_cluster(cluster).of_size(workers)
+    program = program_on(hardware, {})
+    settings = PlanSettings(subject.batch, microbatch, recompute, program=program)
+    predictor = Predictor(subject.workload, hardware)
     return predictor.predict(value, workers, settings)
 
 
@@ -103,7 +105,8 @@ def rank_strategies(
     if limit is not None:
         num_bytes = float(parse_bytes(limit)) if isinstance(limit, str) else float(limit)
         hardware = hardware.with_memory(num_bytes)
-    options = SearchOptions(PlanSettings(subject.batch), top, include_async)
+    settings = PlanSettings(subject.batch, program=program_on(hardware, {}))
+    options = SearchOptions(settings, top, include_async)
     return as_plan(search(subject.workload, hardware, workers, options))
 
 

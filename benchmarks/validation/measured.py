@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from shoal.errors import BadInput
 from shoal.plan.workloads import Recompute
@@ -208,7 +208,7 @@ def _rows(
                 dp,
                 pp,
                 number("chunks", 1),
-                cast("Recompute", recompute or defaults.recompute),
+                recompute or defaults.recompute,
                 sequence_parallel,
                 seconds,
             )

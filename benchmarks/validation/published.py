@@ -269,7 +269,7 @@ def _run(line: int, cells: list[str]) -> PublishedRow:
     text = text.replace("sp(8)", "tp(8, sequence=True)").replace("layers", "ddp(bucket_mb=400)")
     sizes = MODELS[model]
     seconds = seconds_of(speed, sizes, batch, workers)
-    how = cast("Recompute", recompute)
+    how = recompute
     return PublishedRow(line, sizes, text, workers, batch, microbatch, how, seconds)
 
 
@@ -321,7 +321,7 @@ def _mpt() -> Iterator[PublishedTable]:
             workers,
             batch,
             int(row["microbatch"]),
-            cast("Recompute", row["recompute"]),
+            row["recompute"],
             seconds,
         )
         by_gpu.setdefault(row["gpu"], []).append(found)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -24,7 +24,6 @@ from shoal.commands import options
 from shoal.commands.output import plain_table, show, write_text
 from shoal.errors import BadInput
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
-from shoal.plan.workloads import Recompute
 
 _ORDERS = {"megatron": MEGATRON_ORDER, "shoal": SHOAL_ORDER}
 _RECOMPUTE = ("none", "selective", "full")
@@ -63,7 +62,7 @@ def validate(
     """
     if write is not None and not fit:
         raise BadInput("--write needs --fit: it writes the fitted cluster")
-    defaults = TableDefaults(cast("Recompute", _one_of("recompute", recompute, _RECOMPUTE)))
+    defaults = TableDefaults(_one_of("recompute", recompute, _RECOMPUTE))
     defaults = replace(defaults, sequence=sequence, vocab=vocab)
     runs_as = RunsAs(_ORDERS[_one_of("order", order, tuple(_ORDERS))], overlap)
     rows = read_table(file, defaults)

@@ -27,7 +27,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from benchmarks.validation.compare import POINTWISE
 from shoal.cluster import Cluster
@@ -36,7 +35,6 @@ from shoal.plan.accuracy import EXPERTS, RunKind, kind_of, range_of
 from shoal.plan.predict import PlanSettings, Predictor, folded
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
-from shoal.plan.workloads import Recompute
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.strategy.strategy import as_strategy
 
@@ -79,7 +77,7 @@ def _row(row: dict[str, str]) -> SourceRow:
     settings = PlanSettings(
         batch,
         int(row["microbatch"]),
-        cast("Recompute", row["recompute"]),
+        row["recompute"],
         even_stages=is_fused,
         hide=hide if is_fused else (),
         fold_ep=is_folded,

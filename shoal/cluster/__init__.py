@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 
@@ -67,6 +68,8 @@ class Cluster:
     noise: Noise = Noise()
     storage_bytes_per_s: float | None = None  # where checkpoints lie, of all nodes together
     source: str = "spec"
+    # what its programs run (`ModelProgram`), where an option does not say it
+    program: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def devices(self) -> int:

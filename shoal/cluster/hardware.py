@@ -82,6 +82,18 @@ class Device:
     update_launch_s: float = 0.0  # one of the kernels that update a tensor, on a CPU
     # products of backward, whose operands lie the other way round; None: as in forward
     backward_matmul_efficiency: Curve | None = None
+    # products of PyTorch by rows, columns and inner size: share of the peak; none: by operations
+    products: tuple[tuple[float, float, float, float], ...] = ()
+    # causal attention by kernel: size of a head, sequence, share of the peak forward and backward
+    attention: Mapping[str, tuple[tuple[float, float, float, float], ...]] = field(
+        default_factory=dict, hash=False
+    )
+    # the host's seconds for a kernel by what runs ("eager", "eager backward"); else `launch_s`
+    launches_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    gap_s: float = 0.0  # from the end of a kernel to the next one
+    fused_update_bytes_per_s: float | None = None  # of an optimizer of one kernel
+    watts: float | None = None  # the limit of its power in all figures
+    power_limit_watts: float | None = None  # that of its runs; None: the same
     # how much longer kernels of a name take than their bytes or operations say: gelu, softmax, …
     kernel_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     threads: int | None = None  # cores that it computes on, where it is a CPU
@@ -95,12 +107,35 @@ class Device:
 
     def factor_of(self, name: str) -> float:
         """The factor of a kernel, by the last words of its name."""
-        if not self.kernel_factors:
-            return 1.0
         words = name.split()
-        last = words[-1] if words else ""
-        two = " ".join(words[-2:])
-        return self.kernel_factors.get(two, self.kernel_factors.get(last, 1.0))
+        for start in range(max(0, len(words) - _MOST_WORDS), len(words)):
+            factor = self.kernel_factors.get(" ".join(words[start:]))
+            if factor is not None:
+                return factor
+        return 1.0
+
+    @property
+    def _power_share(self) -> float:
+        """Of the clock, with less power: half of the power leaves three quarters of it."""
+        if self.watts is None or self.power_limit_watts is None:
+            return 1.0
+        return min(1.0, math.pow(self.power_limit_watts / self.watts, _CLOCK_BY_POWER))
+
+    def product_share(self, m: float, n: float, k: float) -> float:
+        """Share of the peak, between the nearest products that were measured.
+
+        Sizes that are no multiples of 8 take other kernels: they are a kind of their own.
+        """
+        sizes = _sizes_of_product(m, n, k)
+        points = [(*_sizes_of_product(*one[:3]), one[3]) for one in self.products]
+        known = [one for one in points if _alignment(one) == _alignment(sizes)]
+        return _between(known or points, sizes)
+
+    def attention_share(
+        self, kernel: str, head: float, sequence: float, backward: bool
+    ) -> float | None:
+        points = [(h, s, shares[backward]) for h, s, *shares in self.attention.get(kernel, ())]
+        return _between(points, (head, sequence)) if points else None
 
     def pass_s(self, num_bytes: float) -> float:
         """Reading or writing so many bytes."""
@@ -111,9 +146,38 @@ class Device:
         """The peak rate of a data type; the nearest wider one where it has none of its own."""
         for name in (dtype, *_WIDER.get(dtype, ())):
             if name in self.peak_flops:
-                return self.peak_flops[name]
+                return self.peak_flops[name] * self._power_share
         known = ", ".join(self.peak_flops)
         raise BadInput(f"device {self.name} has no peak rate for {dtype}; it has {known}")
+
+
+_MOST_WORDS = 3
+_CLOCK_BY_POWER = 0.4
+_ALIGNED = 8
+_NEAREST = 4
+_NEAR = 0.01  # of the squared logarithm of a size: closer than this is the same
+
+
+def _sizes_of_product(m: float, n: float, k: float) -> tuple[float, float, float]:
+    return min(m, n), max(m, n), k
+
+
+def _alignment(sizes: Sequence[float]) -> tuple[bool, bool]:
+    """Whether rows or columns, and the inner size, are no multiples of 8."""
+    return any(size % _ALIGNED for size in sizes[:2]), sizes[2] % _ALIGNED > 0
+
+
+def _between(points: Sequence[tuple[float, ...]], sizes: tuple[float, ...]) -> float:
+    """The mean of the nearest points by the logarithms of their sizes; the last number is meant."""
+
+    def distance(point: tuple[float, ...]) -> float:
+        pairs = zip(point, sizes, strict=False)
+        return sum(math.log(one / other) ** 2 for one, other in pairs)
+
+    near = sorted((distance(point), point[-1]) for point in points)[:_NEAREST]
+    weights = [1 / (_NEAR + away) for away, _ in near]
+    total = sum(weight * share for weight, (_, share) in zip(weights, near, strict=True))
+    return total / sum(weights)
 
 
 _WIDER = {

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
+from shoal.cluster.program import Attention, Kernels, Loss, ModelProgram, Update
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 from shoal.runtime.files import read_bounded
@@ -27,6 +28,7 @@ from shoal.runtime.wording import nearest
 
 PRESETS = Path(__file__).parent / "presets"
 _MAX_BYTES = 256 << 10
+_LONG = 40  # lists have a line for each of so many
 _MAX_LINE = 8192  # a key of thousands of parts takes seconds
 
 _Number = Annotated[float, Meta(ge=0, le=1e18)]
@@ -35,6 +37,7 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 _AboveOne = Annotated[float, Meta(ge=1, le=1e18)]
 _Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 _Pair = tuple[_Number, _Number]
+_Share4 = tuple[_Positive, _Positive, _Positive, _Positive]  # sizes and shares
 _Part = Annotated[float, Meta(gt=0, le=1)]
 _Points = list[tuple[_Positive, _Part]] | _Part
 _Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
@@ -82,8 +85,22 @@ class _DeviceTable(_Figures, kw_only=True):
     momentum_GB_per_s: _Positive | None = None
     update_launch_us: _Number = 0.0
     backward_matmul_efficiency: _Points | None = None
+    products: list[_Share4] = []
+    attention: dict[Attention, list[_Share4]] = {}
+    gap_us: _Number = 0.0
+    launches_us: dict[str, _Positive] = {}
+    fused_update_GB_per_s: _Positive | None = None
+    watts: _Positive | None = None
+    power_limit_watts: _Positive | None = None
     kernel_factors: dict[str, _Positive] = {}
     threads: _Count | None = None
+
+
+class _ProgramTable(_Table):
+    kernels: Kernels | None = None
+    attention: Attention | None = None
+    loss: Loss | None = None
+    update: Update | None = None
 
 
 class _CrowdedTable(_DeviceTable, kw_only=True):
@@ -161,6 +178,7 @@ class _File(_Table, kw_only=True):
     rack: _RackTable = msgspec.field(default_factory=_RackTable)
     spine: _SpineTable = msgspec.field(default_factory=_SpineTable)
     noise: _NoiseTable = msgspec.field(default_factory=_NoiseTable)
+    program: _ProgramTable = msgspec.field(default_factory=_ProgramTable)
     storage: _StorageTable = msgspec.field(default_factory=_StorageTable)
     crowded: list[_CrowdedTable] = []
     measured: list[_CallsTable] = []
@@ -232,7 +250,12 @@ def _cluster(file: _File, default_name: str) -> Cluster:
         noise=Noise(**_in_si("noise", file.noise)),
         storage_bytes_per_s=_in_si("storage", file.storage)["bytes_per_s"],
         source=file.source,
+        program={key: value for key, value in _said(file.program) if value is not None},
     )
+
+
+def _said(table: _ProgramTable) -> Iterator[tuple[str, str | None]]:
+    return ((key, getattr(table, key)) for key in ModelProgram._fields)
 
 
 def _node(file: _File, links: Mapping[str, LinkSpec]) -> Node:
@@ -280,9 +303,15 @@ def _in_si(name: str, table: _Table) -> dict[str, Any]:
             value = _spread(f"{name}.spread", value, units)
         elif isinstance(value, list):
             value = tuple(value)
-        values[attribute] = value * unit if value is not None and unit != 1.0 else value
+        values[attribute] = _scaled(value, unit)
     del values["reference"]
     return values
+
+
+def _scaled(value: Any, unit: float) -> Any:
+    if isinstance(value, dict):
+        return {key: _scaled(one, unit) for key, one in value.items()}
+    return value * unit if value is not None and unit != 1.0 else value
 
 
 def _spread(name: str, spread: Mapping[str, _Pair], units: Mapping[str, Any]) -> dict[str, _Pair]:
@@ -398,6 +427,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     spine = {"oversubscription": cluster.oversubscription, "alpha_us": cluster.uplink_alpha_s * 1e6}
     yield from _table("spine", spine)
     yield from _table("noise", vars(cluster.noise))
+    if cluster.program:
+        yield from _table("program", cluster.program)
     if cluster.storage_bytes_per_s is not None:
         yield from _table("storage", {"GB_per_s": cluster.storage_bytes_per_s / 1e9})
     for workers, device in node.crowded:
@@ -424,7 +455,7 @@ def _in_units(of: object, kind: type[Struct]) -> dict[str, Any]:
         if isinstance(value, Curve):
             found[key] = value.points
         elif key in units and value is not None:
-            found[key] = value / unit
+            found[key] = _scaled(value, 1 / unit)
         elif key == "spread":
             found[key] = {
                 key: [end / unit for end in value[attribute]]
@@ -453,7 +484,8 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps("".join(one if one.isprintable() else " " for one in value))
     if isinstance(value, Iterable):
-        return f"[{', '.join(map(_value, value))}]"
+        parts = list(map(_value, value))
+        return f"[{(', ' if len(parts) < _LONG else f',{chr(10)}  ').join(parts)}]"
     if isinstance(value, bool | int):
         return str(value).lower()
     return f"{value:.9g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import THIS_MACHINE, load_cluster
+from shoal.cluster.program import CHOICES, FUSED, PYTORCH, ModelProgram
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
 from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, command_for, config_for, run_quietly
@@ -18,7 +20,7 @@ from shoal.commands.options import argument, option
 from shoal.errors import BadInput
 from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
-from shoal.plan.workloads import Workload
+from shoal.plan.workloads import OPERATIONS, Workload
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
 from shoal.runtime.faults import read_slow
 from shoal.runtime.wording import counted
@@ -77,12 +79,24 @@ class SubjectOptions:
         show_default="as the script accumulates; under pp two micro-batches for each stage",
     )
     precision: str | None = option("Of a transformer: mixed or fp32.", show_default="mixed")
-    flash_attention: bool = option("Whether scores of attention are never in memory.", True)
+    kernels: str | None = option(
+        "What runs: eager, compiled, or fused as in Megatron-LM.", show_default="eager"
+    )
+    attention: str | None = option(
+        "Its kernel: sdpa (as PyTorch chooses), flash2, flash3, efficient, cudnn or math.",
+        show_default="sdpa",
+    )
+    loss: str | None = option(
+        "autocast, fp32 (of logits.float()), or chunked without whole logits.",
+        show_default="autocast",
+    )
+    update: str | None = option("Of the optimizer: foreach or fused.", show_default="foreach")
+    power_limit: float | None = option("Watts of a device.", show_default="the cluster's")
 
     def subject(self, workers: int) -> Subject:
         if (self.model is None) == (self.gpt is None):
             raise BadInput("name a script or a model such as gpt-3, or give its sizes with --gpt")
-        workload = named_workload(self.model, self.gpt, self.precision)
+        workload = named_workload(self.model, self.gpt, self.precision, self.program())
         if workload is not None:
             return Subject(workload, self.batch or default_batch(workload, workers))
         if self.precision is not None:
@@ -97,7 +111,18 @@ class SubjectOptions:
         return Subject(found.workload, self.batch or found.batch)
 
     def settings(self, batch: int) -> PlanSettings:
-        return PlanSettings(batch, self.microbatch, flash_attention=self.flash_attention)
+        program = self.program()
+        is_flash = program.attention != "math"
+        return PlanSettings(batch, self.microbatch, flash_attention=is_flash, program=program)
+
+    def program(self) -> ModelProgram:
+        """What runs: as the options say, else the cluster file, else a plain loop of PyTorch."""
+        given = {name: getattr(self, name) for name in ModelProgram._fields}
+        options = {name: value for name, value in given.items() if value is not None}
+        for name, value in options.items():
+            if value not in CHOICES[name]:
+                raise BadInput(f"--{name} is {', '.join(CHOICES[name])}, not {value!r}")
+        return program_on(named_cluster(self.cluster or THIS_MACHINE), options)
 
     def link(self) -> LinkSpec | None:
         """The network, where one was asked for."""
@@ -116,6 +141,9 @@ class SubjectOptions:
             cluster = replace(cluster, node=node, nodes=workers, nodes_per_rack=None)
         if self.limit is not None:
             cluster = cluster.with_memory(float(parse_bytes(self.limit)))
+        if self.power_limit is not None:
+            device = replace(cluster.device, power_limit_watts=self.power_limit)
+            cluster = replace(cluster, device=device)
         return cluster.of_size(workers)
 
 
@@ -123,7 +151,11 @@ class SubjectOptions:
 class PredictedStepOptions:
     """The options of `predict` and `simulate` about one step; `plan` tries what there is."""
 
-    recompute: str = option("Of activations: none, selective or full.", "none")
+    recompute: str = option(
+        "Of activations: none, selective, full, or operations: norm, qkv, attention, up, "
+        "activation, such as norm,activation.",
+        "none",
+    )
     overlap: bool = option("Gradients are sent while backward runs.", True)
     even_stages: bool = option("As many blocks in every stage of pp.", False, "--even-stages")
     scatter_sends: bool = option(
@@ -132,8 +164,11 @@ class PredictedStepOptions:
     hide: str = option("Communication that runs beside computing: of tp, ep, pp.", "")
 
     def on(self, settings: PlanSettings) -> PlanSettings:
-        if self.recompute not in ("none", "selective", "full"):
-            raise BadInput(f"--recompute is none, selective or full, not {self.recompute!r}")
+        whole = {"none", "selective", "full"}
+        unknown = set(self.recompute.split(",")) - set(OPERATIONS)
+        if unknown and self.recompute not in whole:
+            known = f"none, selective, full, or some of {', '.join(OPERATIONS)}"
+            raise BadInput(f"--recompute is {known}, not {min(unknown)!r}")
         return replace(settings, **vars(self) | {"hide": hidden_axes(self.hide)})
 
 
@@ -169,6 +204,13 @@ def workers_at(text: str, option: str, cluster: Cluster, workers: int) -> range:
         last = f"the last of {counted(workers, 'worker')} is {match[1]}{(workers - 1) // each}"
         raise BadInput(f"{option}: there is no {text if match[1] else 'worker ' + text}, {last}")
     return range(first, min(first + each, workers))
+
+
+def program_on(cluster: Cluster, options: Mapping[str, str]) -> ModelProgram:
+    """Of the options and the cluster's keys; what neither says is as in a plain loop."""
+    chosen: dict[str, Any] = {**cluster.program, **options}
+    base = FUSED if chosen.get("kernels") == "fused" else PYTORCH
+    return base._replace(**chosen)
 
 
 def named_cluster(name: str | Path | Cluster) -> Cluster:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import Device
+from shoal.cluster.program import FUSED, ModelProgram
 from shoal.errors import BadInput
 from shoal.plan.accuracy import kind_of, range_of, what_was_seen
 from shoal.plan.goodput import Failures, elastic_term, goodput_of
-from shoal.plan.prediction import Part, Prediction
+from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.slow_workers import SlowWorkers, slowed
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
@@ -53,6 +54,7 @@ class PlanSettings:
     failures: Failures | None = None  # what they leave of the time is predicted, too
     slow: SlowWorkers = ()
     fold_ep: bool = False  # ranks of tp hold whole experts, as those of ep do
+    program: ModelProgram = FUSED  # what runs of the model
 
 
 class ResolvedStep(NamedTuple):
@@ -64,7 +66,9 @@ class ResolvedStep(NamedTuple):
     shape: PipelineShape
 
     def fixed_s(self, device: Device) -> float:
-        """The host's time that no kernel hides."""
+        """The host's time that no kernel hides; one that was measured launches beside kernels."""
+        if self.split.program.kernels in device.launches_s:
+            return 0.0
         return device.step_s + self.microbatches * self.shape.chunks * device.microbatch_s
 
 
@@ -75,17 +79,24 @@ class Predictor:
         self.workload = workload
         self.cluster = cluster
         self._order = order
-        self._pricers: dict[int, ReplicaPricer] = {}
+        self._pricers: dict[tuple[int, float | None], ReplicaPricer] = {}
         self._asked: dict[tuple[object, ...], tuple[ReplicaPrice, SyncQuestion]] = {}
         self._held: dict[tuple[Stage, int, int], TensorSizes | None] = {}
         self._flops: dict[tuple[int, bool], float] = {}
 
-    def pricer(self, workers: int) -> ReplicaPricer:
+    def pricer(self, workers: int, program: ModelProgram = FUSED) -> ReplicaPricer:
         """A pricer for the device that each of so many workers has."""
         cluster = self.cluster
-        key = min(workers, cluster.node.devices) if cluster.node.crowded else 0
+        device = cluster.device_of(workers)
+        rate = device.update_bytes_per_s
+        if device.fused_update_bytes_per_s is not None:  # Megatron-LM's update is a pass
+            known = {"foreach": rate, "fused": device.fused_update_bytes_per_s}
+            rate = None if program.kernels == "fused" else known[program.update]
+        crowd = min(workers, cluster.node.devices) if cluster.node.crowded else 0
+        key = crowd, rate
         if key not in self._pricers:
-            cluster = replace(cluster, device=cluster.device_of(workers))
+            device = replace(device, update_bytes_per_s=rate)
+            cluster = replace(cluster, device=device)
             self._pricers[key] = ReplicaPricer(self.workload, cluster, self._order)
         return self._pricers[key]
 
@@ -157,7 +168,7 @@ class Predictor:
         layout, text = layout or strategy.layout(workers), str(strategy)
         term = strategy.sync_for(layout.replicas)
         resolved = _resolve(self.workload, strategy, (layout, term), settings)
-        pricer = self.pricer(workers)
+        pricer = self.pricer(workers, settings.program)
         key = (resolved, settings.overlap, settings.zero3_of, settings.slow)
         if key not in self._asked:  # all ways to agree ask the same
             replica = pricer.price(*resolved)
@@ -190,10 +201,7 @@ class Predictor:
             low_s=low * (step_s - sync.spread_s[0]),
             high_s=high * (step_s + sync.spread_s[1]),
             parts=parts,
-            memory=sync.memory._replace(
-                activations=sync.memory.activations + replica.activation_bytes,
-                buffers=sync.memory.buffers + replica.stages.recompute_bytes,
-            ),
+            memory=_with_activations(sync.memory, replica, resolved, question),
             memory_limit_bytes=pricer.cluster.device.memory_bytes,
             samples_per_s=settings.batch / step_s,
             mfu=self._model_flops(settings) / (pricer.peak_flops * workers * step_s),
@@ -218,6 +226,25 @@ class Predictor:
         each = held.parameter_bytes + held.master_bytes + held.state_bytes
         rows = sum(table.bytes for table in self.workload.row_tables)
         return parameters_of(self.workload) * each + rows
+
+
+def _with_activations(
+    memory: DeviceMemory, replica: ReplicaPrice, resolved: ResolvedStep, question: SyncQuestion
+) -> DeviceMemory:
+    """Gradients come while activations go, unless a buffer or an earlier micro-batch has them.
+
+    A foreach update has the square roots of all second moments at once, after backward.
+    """
+    kept = memory.activations + replica.activation_bytes
+    buffers = memory.buffers + replica.stages.passing_bytes
+    program = resolved.split.program
+    if program.kernels == "fused" or question.on_cores:
+        return memory._replace(activations=kept, buffers=buffers)
+    if question.replicas == 1 and resolved.microbatches == 1:
+        kept = max(0.0, kept - memory.gradients)
+    if program.update == "foreach" and question.precision.state_bytes > 4:
+        buffers = max(buffers, question.parameter_bytes - kept)
+    return memory._replace(activations=kept, buffers=buffers)
 
 
 def predict(
@@ -277,6 +304,7 @@ def _resolve(
         settings.flash_attention,
         settings.hide,
         settings.fold_ep,
+        settings.program,
     )
     return ResolvedStep(layout, split, microbatches, shape)
 

@@ -175,7 +175,7 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("predict", "name a script or a model such as gpt-3"),
         ("plan gpt-3 --cluster no-such", "no cluster preset or file no-such"),
         ("predict gpt-3 --precision fp7", "--precision is mixed or fp32"),
-        ("predict gpt-3 --recompute half", "--recompute is none, selective or full"),
+        ("predict gpt-3 --recompute half", "--recompute is none, selective, full, or some of norm"),
         ("predict gpt-3 --hide tp,xy", "--hide takes tp, ep and pp, such as tp,pp, not 'xy'"),
         ("predict gpt-3 -n 2 -s 'tp(2)' --hide ep", "--hide ep: tp(2) has no ep"),
         ("predict --gpt layer=4", "'layer=4'"),

@@ -170,7 +170,9 @@ def test_attention_under_cp_takes_what_the_schedule_of_the_ring_takes(
     computing_s = KernelModel(GPU, "fp16").time(attention).seconds
     clock = LayerClock(MODEL, network)
     (message,) = cost.forward_messages
-    sent_s = clock._messages((message,), (one, RankGroup(ranks, 1), one))[1].seconds
+    sent_s = clock._messages((message,), (one, RankGroup(ranks, 1), one), KernelModel(GPU, "fp16"))[
+        1
+    ].seconds
     block_bytes = 2 * 2 * 32768 / ranks * 2 * 128  # K and V in fp16, 2 heads of 128
     pair_s = computing_s / (2 * ranks)
     link = Link(1e-6, 1 / bytes_per_s)

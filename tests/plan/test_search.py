@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
@@ -19,13 +18,13 @@ from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import SearchOptions, SearchResult, plainest_first, search
 from shoal.plan.step.collective_time import RankGroup
-from shoal.plan.workloads import Recompute
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import parse
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))
 BATCH = PlanSettings(batch=16)
+WAYS = ("none", "selective", "full")  # of recompute
 PARAMETERS = 51200 * 1024 + 4 * 12 * 1024 * 1024
 
 
@@ -47,7 +46,7 @@ def fastest_of_all(memory_gb: float, workers: int) -> float:
     for layout in layouts(MODEL, workers, BATCH.batch):
         ways = syncs(layout, workers <= cluster(memory_gb).node.devices, True)
         for shape, sync in itertools.product(shapes(layout, MODEL, BATCH), ways):
-            for pipeline, recompute in itertools.product(pipelines(shape, 6), get_args(Recompute)):
+            for pipeline, recompute in itertools.product(pipelines(shape, 6), WAYS):
                 tried = candidate(shape, sync, pipeline, recompute, BATCH)
                 priced = predictor.predict(tried.strategy, workers, tried.settings)
                 times += [priced.step_s] if priced.fits else []

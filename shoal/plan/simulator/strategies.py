@@ -206,7 +206,7 @@ def simulate_strategy(
     value = as_strategy(strategy)
     size = cluster.of_size(workers)
     predictor = Predictor(workload, size)
-    pricer = predictor.pricer(workers)
+    pricer = predictor.pricer(workers, settings.program)
     ranks = rank_grid(value.layout(workers), pricer.order)
     ranks = ranks[~np.isin(ranks, list(lost)).any(axis=(1, 2))]
     if not ranks.size:

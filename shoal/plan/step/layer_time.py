@@ -7,12 +7,14 @@ launched, launching them is the layer's time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.cluster.hardware import Device
+from shoal.cluster.hardware import UPDATE_KERNELS, Device
+from shoal.cluster.program import FUSED, ModelProgram
 from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
+from shoal.plan.sync_price import update_s
 from shoal.plan.workloads import GROUPED, Kernel, LayerCost, LayerMessage, Split, Workload
 
 
@@ -38,11 +40,12 @@ _NOT_FP8 = ("attention", "scores", "values", "logits")  # products that stay bf1
 
 
 class KernelModel:
-    """Times kernels of one data type on one device; remembers those it has timed."""
+    """Times kernels of one data type and program on a device; remembers those it has timed."""
 
-    def __init__(self, device: Device, dtype: str):
+    def __init__(self, device: Device, dtype: str, program: ModelProgram = FUSED):
         self.device = device
         self.dtype = dtype
+        self.program = program
         self._peak = device.flops_of(dtype)
         self._known: dict[tuple[float, ...], tuple[float, float]] = {}
         self._named: dict[str, tuple[float, float]] = {}  # factor and peak of a kernel
@@ -56,25 +59,73 @@ class KernelModel:
             peak = device.flops_of("bf16") if is_wide else self._peak
             self._named[name] = device.factor_of(name), peak
         factor, peak = self._named[name]
-        key = (kernel.flops, kernel.bytes, kernel.k, factor, peak, backward)
+        is_attention = name.removesuffix(" backward").endswith("attention")
+        key = (*kernel[1:], factor, peak, backward, is_attention, name.startswith(GROUPED))
         if key not in self._known:
-            curve = device.matmul_efficiency
-            if backward and device.backward_matmul_efficiency is not None:
-                curve = device.backward_matmul_efficiency
             compute_s, memory_s = 0.0, factor * device.pass_s(kernel.bytes)
             if kernel.flops:
-                share = curve.at(kernel.flops)
-                if name.startswith(GROUPED):
-                    share = _GROUP_SHARE * curve.at(kernel.flops / kernel.batch)
-                compute_s = factor * kernel.flops / (peak * share)
+                share = self._attention_share(kernel, backward) if is_attention else None
+                if share is None:
+                    share = self._share(kernel, backward) / factor
+                compute_s = kernel.flops / (peak * share)
             is_longer = compute_s >= memory_s and kernel.flops > 0
             compute_s, memory_s = (compute_s, 0.0) if is_longer else (0.0, memory_s)
             if self.dtype == "fp8" and peak > device.flops_of("bf16") and kernel.flops:
                 # both operands are read in bf16, scaled and written
                 operands = kernel.batch * kernel.k * (kernel.m + kernel.n)
                 memory_s += device.pass_s(3 * operands)
+            if self.program.kernels != "fused":
+                memory_s += device.gap_s
             self._known[key] = compute_s, memory_s
         return self._known[key]
+
+    def _share(self, kernel: Kernel, backward: bool) -> float:
+        """Of the peak."""
+        device = self.device
+        rows = kernel.m * kernel.batch
+        is_grouped = kernel.name.startswith(GROUPED)
+        if self.program.kernels != "fused" and device.products and not is_grouped:
+            return device.product_share(rows, kernel.n, kernel.k)
+        curve = device.matmul_efficiency
+        if backward and device.backward_matmul_efficiency is not None:
+            curve = device.backward_matmul_efficiency
+        if is_grouped:
+            return _GROUP_SHARE * curve.at(kernel.flops / kernel.batch)
+        return curve.at(kernel.flops)
+
+    def _attention_share(self, kernel: Kernel, backward: bool) -> float | None:
+        chosen = self.program.attention
+        if chosen is None:
+            return None
+        return self.device.attention_share(chosen, kernel.k, kernel.n, backward)
+
+    def launch_s(self, backward: bool) -> float:
+        """The host's time for a kernel."""
+        device = self.device
+        own = device.launches_s.get(self.program.kernels + " backward" * backward)
+        if own is not None:
+            return own
+        if backward and device.backward_launch_s is not None:
+            return device.backward_launch_s
+        return device.launch_s
+
+    def host_share(
+        self, passes: Iterable[tuple[int, tuple[Kernel, ...], bool]], update_s: float = 0.0
+    ) -> float:
+        """Of what launches are longer than kernels, what others do not make up for.
+
+        `update_s` is what the host needs longer for the update. A host that does not wait runs
+        ahead of a GPU where its kernels are long.
+        """
+        if self.program.kernels == "fused" or self.device.synchronous:
+            return 1.0
+        longer = max(0.0, update_s)
+        shorter = max(0.0, -update_s)
+        for count, kernels, backward in passes:
+            more = len(kernels) * self.launch_s(backward) - self.busy_s(kernels, backward)
+            longer += count * max(0.0, more)
+            shorter += count * max(0.0, -more)
+        return max(0.0, longer - shorter) / longer if longer else 1.0
 
     def time(
         self,
@@ -82,9 +133,10 @@ class KernelModel:
         backward: bool = False,
         sending_s: float = 0.0,
         messages: int = 0,
+        host: float = 1.0,
     ) -> KernelTime:
         """Kernels, beside messages that the host launches, too, and the device waits for."""
-        key = (kernels, backward, sending_s, messages)
+        key = (kernels, backward, sending_s, messages, host)
         if key in self._timed:
             return self._timed[key]
         compute_s = memory_s = 0.0
@@ -95,13 +147,10 @@ class KernelModel:
             memory_s += number * moving
             count += number
         device = self.device
-        pace, launch_s = device.forward_pace, device.launch_s
-        if backward:
-            pace = device.backward_pace
-            launch_s = launch_s if device.backward_launch_s is None else device.backward_launch_s
-        launches_s = count * launch_s
+        pace = device.backward_pace if backward else device.forward_pace
+        launches_s = count * self.launch_s(backward)
         if not device.synchronous:
-            launches_s = max(0.0, launches_s - (compute_s + memory_s + sending_s))
+            launches_s = host * max(0.0, launches_s - (compute_s + memory_s + sending_s))
         took = self._timed[key] = KernelTime(pace * compute_s, pace * memory_s, pace * launches_s)
         return took
 
@@ -141,7 +190,7 @@ class LayerTable:
     output_bytes: tuple[float, ...]
     expert_parameters: tuple[float, ...]
     largest_tensor: float  # numbers
-    recompute_bytes: float  # of the layer that is computed again, while it is
+    passing_bytes: float  # of one layer, while it is computed again or its backward runs
 
 
 _COLUMNS = (
@@ -157,7 +206,7 @@ class LayerClock:
         self.workload = workload
         self.network = network
         device = network.cluster.device
-        self._kernels = KernelModel(device, workload.precision.compute)
+        self._models: dict[ModelProgram, KernelModel] = {}
         # of a message, what kernels beside it get done; a CPU computes or sends
         self._saved = 0.0 if device.synchronous else 1 - device.overlap_cost
         self._tables: dict[tuple[Split, AxisGroups], LayerTable] = {}
@@ -166,34 +215,61 @@ class LayerClock:
         key = (split, groups)
         if key not in self._tables:
             costs = [self.workload.cost(run, split) for run in range(len(self.workload.runs))]
-            times = tuple(self._time(cost, split, groups) for cost in costs)
-            recompute_bytes = 0.0
+            kernels = self._model(split.program)
+            host = kernels.host_share(self._passes(costs), self._launching_update_s(costs, split))
+            times = tuple(self._time(cost, split, groups, host) for cost in costs)
+            passing_bytes = max(cost.passing_bytes for cost in costs)
             if split.recompute != "none":
                 whole = split._replace(recompute="none")
-                recompute_bytes = max(
+                again_bytes = max(
                     self.workload.cost(run, whole).activation_bytes - cost.activation_bytes
                     for run, cost in enumerate(costs)
                 )
+                passing_bytes = max(passing_bytes, again_bytes)
             columns = {name: tuple(getattr(cost, name) for cost in costs) for name in _COLUMNS}
             self._tables[key] = LayerTable(
                 times=times,
                 seconds=tuple(time.seconds for time in times),
                 **columns,
                 largest_tensor=max(cost.largest_tensor for cost in costs),
-                recompute_bytes=recompute_bytes,
+                passing_bytes=passing_bytes,
             )
         return self._tables[key]
 
-    def _time(self, cost: LayerCost, split: Split, groups: AxisGroups) -> LayerTime:
+    def _model(self, program: ModelProgram) -> KernelModel:
+        if program not in self._models:
+            device = self.network.cluster.device
+            compute = self.workload.precision.compute
+            self._models[program] = KernelModel(device, compute, program)
+        return self._models[program]
+
+    def _launching_update_s(self, costs: Sequence[LayerCost], split: Split) -> float:
+        """What the host needs for an optimizer of several kernels, more than the GPU."""
+        device = self.network.cluster.device
+        pairs = list(zip(self.workload.runs, costs, strict=True))
+        numbers = sum(run.count * cost.parameters for run, cost in pairs)
+        calls = sum(run.count * cost.tensors for run, cost in pairs) * UPDATE_KERNELS["adam"]
+        host_s = calls * device.update_launch_s if split.program.update == "foreach" else 0.0
+        return host_s - update_s(device, self.workload.precision, numbers)
+
+    def _passes(self, costs: Sequence[LayerCost]) -> Iterator[tuple[int, tuple[Kernel, ...], bool]]:
+        for run, cost in zip(self.workload.runs, costs, strict=True):
+            yield run.count, (*cost.forward, *cost.recompute), False
+            yield run.count, (*cost.backward_input, *cost.backward_weight), True
+
+    def _time(self, cost: LayerCost, split: Split, groups: AxisGroups, host: float) -> LayerTime:
         again = cost.forward_messages if split.recompute == "full" and cost.recompute else ()
-        there = self._messages(cost.forward_messages, groups)
-        back = self._messages(cost.backward_messages, groups)
-        once_more = self._messages(again, groups)
-        kernels, hide = self._kernels, split.hide
-        forward = kernels.time(cost.forward, False, _sum_s(there, hide), len(cost.forward_messages))
+        kernels, hide = self._model(split.program), split.hide
+        there, back, once_more = (
+            self._messages(messages, groups, kernels)
+            for messages in (cost.forward_messages, cost.backward_messages, again)
+        )
+        forward = kernels.time(
+            cost.forward, False, _sum_s(there, hide), len(cost.forward_messages), host
+        )
         both = (*cost.backward_input, *cost.backward_weight)
-        backward = kernels.time(both, True, _sum_s(back, hide), len(cost.backward_messages))
-        recompute = kernels.time(cost.recompute, False, _sum_s(once_more, hide), len(again))
+        backward = kernels.time(both, True, _sum_s(back, hide), len(cost.backward_messages), host)
+        recompute = kernels.time(cost.recompute, False, _sum_s(once_more, hide), len(again), host)
         messages = [
             CollectiveTime(a.seconds + b.seconds + c.seconds, a.bound or b.bound or c.bound)
             for a, b, c in zip(there, back, once_more, strict=True)
@@ -205,7 +281,7 @@ class LayerClock:
         weights = kernels.busy_s(cost.backward_weight, True)
         all_s = weights + kernels.busy_s(cost.backward_input, True)
         weight_s = backward.seconds * weights / all_s if weights else 0.0
-        hiding_s = sum(self._hidden_s(message, groups) for message in cost.backward_messages)
+        hiding_s = sum(self._hidden_s(one, groups, kernels) for one in cost.backward_messages)
         calls = (*cost.forward_messages, *cost.backward_messages, *again)
         meetings = sum(groups[MESSAGE_AXES.index(call.axis)].size > 1 for call in calls)
         spent = (total, forward, backward, weight_s, recompute, tuple(messages))
@@ -232,20 +308,20 @@ class LayerClock:
         return saved_s if "ep" in split.hide else 0.0
 
     def _messages(
-        self, messages: tuple[LayerMessage, ...], groups: AxisGroups
+        self, messages: tuple[LayerMessage, ...], groups: AxisGroups, kernels: KernelModel
     ) -> list[CollectiveTime]:
         spent = [CollectiveTime(0.0, "")] * len(MESSAGE_AXES)
         device = self.network.cluster.device
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
-            left_s = took.seconds - self._hidden_s(message, groups)
+            left_s = took.seconds - self._hidden_s(message, groups, kernels)
             if groups[axis].size > 1 and device.synchronous:
                 left_s += device.meet_s  # CPU workers, which have computed, wait for each other
             spent[axis] = CollectiveTime(spent[axis].seconds + left_s, took.bound)
         return spent
 
-    def _hidden_s(self, message: LayerMessage, groups: AxisGroups) -> float:
+    def _hidden_s(self, message: LayerMessage, groups: AxisGroups, kernels: KernelModel) -> float:
         """The computing beside a message: all rounds of a ring but the last one send meanwhile.
 
         The message slows it down. Launches hide nothing: the host launches messages, too.
@@ -254,7 +330,7 @@ class LayerClock:
             return 0.0
         group = groups[MESSAGE_AXES.index(message.axis)]
         took = self.network.collective(message.kind, group, message.bytes)
-        busy_s = self.network.cluster.device.forward_pace * self._kernels.busy_s(message.beside)
+        busy_s = self.network.cluster.device.forward_pace * kernels.busy_s(message.beside)
         beside_s = busy_s * (group.size - 1) / group.size
         return min(self._saved * took.seconds, beside_s)
 

@@ -202,7 +202,7 @@ class StagePrice:
     adjacent_parameters: float  # of two layers, one after the other
     largest_tensor: float  # numbers
     activation_bytes: tuple[float, ...]  # of each stage, one micro-batch
-    recompute_bytes: float  # of one layer, while it is computed again
+    passing_bytes: float  # of one layer, while it is computed again or its backward runs
     transfer: CollectiveTime
     tied: CollectiveTime  # the sum of gradients that the first and the last stage share
     token_sums: tuple[Part, ...]  # of gradients over workers that have other tokens
@@ -300,7 +300,7 @@ class ReplicaPricer:
             adjacent_parameters=_adjacent(table, stages[fullest]),
             largest_tensor=table.largest_tensor,
             activation_bytes=tuple(weights_of(stages, table.activation_bytes)),
-            recompute_bytes=table.recompute_bytes,
+            passing_bytes=table.passing_bytes,
             transfer=self._transfer(table, groups[0], pp, pipeline.scatter_sends),
             tied=tied,
             token_sums=tuple(self._token_sums(table, groups, stages[fullest])),

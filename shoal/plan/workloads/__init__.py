@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-Recompute = Literal["none", "selective", "full"]
+from shoal.cluster.program import FUSED, ModelProgram
+
+# none, selective, full, or operations of a block, such as "norm,activation"
+Recompute = str
+OPERATIONS = ("norm", "qkv", "attention", "up", "activation")
 
 
 class Kernel(NamedTuple):
@@ -42,6 +46,7 @@ class Split(NamedTuple):
     flash_attention: bool = False
     hide: tuple[str, ...] = ()  # axes whose messages run beside computing
     fold_ep: bool = False  # ranks of tp hold whole experts, as those of ep do
+    program: ModelProgram = FUSED
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class LayerCost:
     shared_parameters: float = 0.0  # of an earlier layer: another stage needs a copy of them
     largest_tensor: float = 0.0  # numbers of its largest parameter; 0: not known
     expert_parameters: float = 0.0  # of those on the device, what ranks of ep do not have in common
+    tensors: int = 0  # parameters that a program updates one by one
+    passing_bytes: float = 0.0  # more than activations, while its backward runs
 
 
 class HeldTensor(NamedTuple):
@@ -122,6 +129,11 @@ class Precision:
     gradient_bytes: int = 4
     master_bytes: int = 0  # a copy of the parameters in fp32
     state_bytes: int = 8  # of the optimizer: 8 for Adam, 4 for momentum, 0 for SGD
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of a product."""
+        return 2 if self.compute in ("fp16", "bf16", "fp8") else 4
 
 
 @dataclass(frozen=True)

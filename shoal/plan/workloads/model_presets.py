@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from shoal.cluster.program import PYTORCH, ModelProgram
 from shoal.errors import BadInput
 from shoal.plan.workloads import Precision, Workload
 from shoal.plan.workloads.transformer_block import MIXED, Transformer, TransformerSizes
@@ -22,13 +23,14 @@ _PRECISIONS = {
     "fp32": Precision("fp32", 4, 4, 0, 8),
     "tf32": Precision("tf32", 4, 4, 0, 8),
 }
+AUTOCAST = Precision("bf16", 4, 4, 0, 8)
 _SHORT = {"seq": "sequence", "s": "sequence", "h": "hidden", "l": "layers", "a": "heads"}
 _SIZES = {f.name: f.type for f in fields(TransformerSizes)}
 _NEEDED = ("layers", "hidden", "heads")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-_gpt2 = partial(TransformerSizes, vocab=50257, sequence=1024)
+_gpt2 = partial(TransformerSizes, vocab=50257, sequence=1024, dropout=False)
 _gpt3 = partial(TransformerSizes, vocab=50257, sequence=2048)
 
 
@@ -184,16 +186,25 @@ _SAMPLES_A_WORKER = 16  # at most, by default
 
 
 def named_workload(
-    name: str | None, sizes: str | None = None, precision: str | None = None
+    name: str | None,
+    sizes: str | None = None,
+    precision: str | None = None,
+    program: ModelProgram = PYTORCH,
 ) -> Transformer | None:
-    """A transformer by its name, or by sizes such as `layers=96,hidden=12288`; None: no such."""
+    """A transformer by its name, or by sizes such as `layers=96,hidden=12288`; None: no such.
+
+    Weights are fp32 under autocast, unless a program of fused kernels keeps a copy of them.
+    """
     if precision is not None and precision not in PRECISIONS:
         raise BadInput(f"--precision is {' or '.join(PRECISIONS)}, not {precision!r}")
     text = name if sizes is None else sizes
     if text is None or (sizes is None and not is_transformer(text)):
         return None
     model = transformer_named(text)
-    return model if precision is None else replace(model, precision=PRECISIONS[precision])
+    if precision == "fp32":
+        return replace(model, precision=PRECISIONS[precision])
+    is_said = "precision=" in text
+    return model if is_said or program.kernels == "fused" else replace(model, precision=AUTOCAST)
 
 
 def default_batch(workload: Workload, workers: int) -> int:

@@ -13,6 +13,7 @@ Transformer Models" (2022): the input of every product, norm and activation, and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -31,6 +32,7 @@ from shoal.plan.workloads import (
     moving,
     product,
 )
+from shoal.plan.workloads.pytorch_kernels import BlockNumbers, Width, casts, loss_cost, pointwise
 
 
 @dataclass(frozen=True)
@@ -174,19 +176,24 @@ def in_rounds(split: Split, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
 
 
 @lru_cache(maxsize=100_000)
-def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
-    """`width`: bytes of a number."""
+def block_cost(sizes: TransformerSizes, width: int, split: Split, stored: int = 0) -> LayerCost:
+    """`width`: bytes of a number in products; `stored`: of weights and between blocks."""
+    bytes_of = Width(width, stored or width)
     if split.recompute != "none":
-        whole = block_cost(sizes, width, split._replace(recompute="none"))
-        attention = () if is_blockwise(split) else attention_kernels(sizes, split, width)
-        again = whole.forward if split.recompute == "full" else attention
-        return replace(whole, recompute=again, activation_bytes=_kept(sizes, split, width))
+        whole = block_cost(sizes, width, split._replace(recompute="none"), stored)
+        again = tuple(one for one in whole.forward if is_recomputed(one.name, split))
+        return replace(whole, recompute=again, activation_bytes=_kept(sizes, split, bytes_of))
     tokens = split.microbatch * sizes.sequence / split.cp
     rows = tokens * (1 / split.tp if split.sequence_parallel else 1)  # of norms and dropouts
     hidden_bytes = width * rows * sizes.hidden
     attention = attention_kernels(sizes, split, width)
     linear = _linear_products(sizes, split, width)
-    pointwise = _pointwise(sizes, split, width, hidden_bytes)
+    if split.program.kernels == "fused":
+        beside = _pointwise(sizes, split, width, hidden_bytes)
+        beside_back = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in beside)
+    else:
+        block = _block_numbers(sizes, split)
+        beside, beside_back = pointwise(block, bytes_of, split.program.kernels == "compiled")
     backward = [gradients_of(kernel, width) for kernel in linear]
     core = attention_gradients(attention, split, width)
     moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
@@ -201,8 +208,7 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
         kv = 2 * split.microbatch * sizes.sequence * _kv(sizes, split)
         ring_there = (LayerMessage("ring_attention", "cp", width * kv, attention),)
         ring_back = (LayerMessage("ring_attention", "cp", (width + 4) * kv, (*core, *moved)),)
-    forward = (*linear, *attention, *sums, *pointwise)
-    backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
+    forward = (*linear, *attention, *sums, *beside)
     sent = width * tokens * sizes.hidden
     is_folded = split.fold_ep and sizes.experts > 1
     results = 1 if sizes.parallel or is_folded else 2  # of attention and of the MLP
@@ -216,12 +222,13 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
         experts = (LayerMessage("all_to_all", "ep", tokens_sent * copies),) * 2
     return LayerCost(
         forward=forward,
-        backward_input=(*(one for one, _ in backward), *core, *sums, *backward_moves, *moved),
+        backward_input=(*(one for one, _ in backward), *core, *sums, *beside_back, *moved),
         backward_weight=tuple(other for _, other in backward),
         forward_messages=(*message, *ring_there, *experts),
         backward_messages=(*message, *ring_back, *gathered_again, *experts),
         parameters=_block_parameters(sizes, split),
-        activation_bytes=_kept(sizes, split, width),
+        activation_bytes=_kept(sizes, split, bytes_of),
+        tensors=0 if sizes.experts > 1 else len(linear) * (1 if sizes.gated else 2) + 4,
         output_bytes=sent / (split.tp if split.sequence_parallel else 1),
         expert_parameters=_mlp_parameters(sizes, split) if sizes.experts > 1 else 0.0,
         largest_tensor=sizes.hidden * max(sizes.inner, sizes.qkv) / split.tp,
@@ -330,27 +337,79 @@ def _mlp_parameters(sizes: TransformerSizes, split: Split) -> float:
     return (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
 
 
-def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
-    """Bytes between forward and backward; `width` 2 gives sbh(10 + 24/t + 5as/(ht))."""
+_AGAIN = {  # operations by the names of their kernels
+    "norm": ("norm", "native_layer_norm", "fused norm", "to_copy"),
+    "qkv": ("qkv", "queries", "latent keys", "keys and values"),
+    "attention": ("attention", "scores", "mask and softmax", "attention dropout", "values"),
+    "up": ("up", "shared up"),
+    "activation": ("activation", "gelu", "silu", "mul", "fused gelu"),
+}
+
+
+def recomputed(split: Split) -> frozenset[str]:
+    """Operations whose results are not kept; "selective" are those between Q, K, V and values."""
+    if split.recompute == "selective":
+        return frozenset() if is_blockwise(split) else frozenset(("scores",))
+    return frozenset(split.recompute.split(","))
+
+
+def is_recomputed(name: str, split: Split) -> bool:
+    """Whether a kernel of forward runs again in backward."""
+    chosen = recomputed(split)
+    if "scores" in chosen:
+        return name in _AGAIN["attention"]
+    return "full" in chosen or any(name in _AGAIN.get(one, ()) for one in chosen)
+
+
+def _kept(sizes: TransformerSizes, split: Split, width: Width) -> float:
+    """Bytes between forward and backward; 2 of each number give sbh(10 + 24/t + 5as/(ht))."""
     tokens = split.microbatch * sizes.sequence / split.cp
     rows = tokens / (split.tp if split.sequence_parallel else 1)
-    block_input = width * rows * sizes.hidden
-    if split.recompute == "full":
-        return block_input
-    masks = 2 * rows * sizes.hidden if sizes.dropout else 0.0
-    # two norms, and the inputs of QKV and of the MLP
-    per_row = (2 if sizes.parallel else 4) * block_input + masks
-    kv = _kv(sizes, split)
+    hidden = rows * sizes.hidden
+    chosen = recomputed(split)
+    if "full" in chosen:
+        return width.stored * hidden
+    heads = width.compute * tokens * sizes.attention / split.tp
     latent = sizes.q_rank + sizes.kv_rank + sizes.rope * (2 * sizes.heads / split.tp + 1)
-    # Q, K, V and the input of the projection
-    heads = width * tokens * (2 * sizes.attention / split.tp + 2 * kv + latent)
-    inner = (3 if sizes.gated else 2) * width * tokens * sizes.inner / split.tp
-    inner *= _experts_of_a_token(sizes)
-    kept = per_row + heads + inner
-    if split.recompute == "none" and not is_blockwise(split):
-        scores = split.microbatch * sizes.heads / split.tp * sizes.sequence**2 / split.cp
-        kept += scores * (2 * width + 1 if sizes.dropout else width)
+    inner = width.compute * tokens * sizes.inner / split.tp * _experts_of_a_token(sizes)
+    of_scores = 0.0
+    if not is_blockwise(split) and not chosen & {"scores", "attention"}:
+        of_scores = split.microbatch * sizes.heads / split.tp * sizes.sequence**2 / split.cp
+    norms = 1 if sizes.parallel else 2
+    results = {  # by the operation that makes them; two norms, inputs of products, Q, K and V
+        "add": norms * width.stored * hidden,
+        "norm": norms * width.compute * hidden,
+        "mask": 2 * hidden if sizes.dropout else 0.0,
+        "qkv": heads + width.compute * tokens * (2 * _kv(sizes, split) + latent),
+        "attention": heads,
+        "up": (2 if sizes.gated else 1) * inner,
+        "activation": inner,
+        "scores": of_scores * (2 * width.compute + 1 if sizes.dropout else width.compute),
+    }
+    kept = sum(size for name, size in results.items() if name not in chosen)
+    if width.is_cast and split.program.kernels != "fused":
+        kept += width.compute * _block_parameters(sizes, split)  # copies of weights
     return kept
+
+
+def _block_numbers(sizes: TransformerSizes, split: Split) -> BlockNumbers:
+    tokens = split.microbatch * sizes.sequence / split.cp
+    rows = tokens / (split.tp if split.sequence_parallel else 1)
+    heads = sizes.attention / split.tp
+    kv = _kv(sizes, split)
+    matrices = [out * given for _, out, given in _projections(sizes, split)]
+    mlp = _mlp_parameters(sizes, split)
+    biases = (sizes.qkv / split.tp, sizes.hidden, sizes.inner / split.tp, sizes.hidden)
+    return BlockNumbers(
+        hidden=rows * sizes.hidden,
+        inner=tokens * _experts_of_a_token(sizes) * sizes.inner / split.tp,
+        qkv=tokens * (heads + 2 * kv),
+        turned=0.0 if sizes.learned_positions else tokens * (heads + kv),
+        weights=(*matrices, mlp / 2, mlp / 2, *(() if sizes.gated else biases)),
+        norms=1 if sizes.parallel else 2,
+        gated=sizes.gated,
+        dropout=sizes.dropout,
+    )
 
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
@@ -387,10 +446,10 @@ class Transformer:
         )
 
     def cost(self, run: int, split: Split) -> LayerCost:
-        width = self.precision.parameter_bytes
+        held = self.precision
         name = self.runs[run].name
         sizes = self.sizes.dense if name == "dense block" else self.sizes
-        return _COSTS[name](sizes, width, split)
+        return _COSTS[name](sizes, held.width, split, held.parameter_bytes)
 
     def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
         """None: sizes say how many numbers there are, not how a program lays them out."""
@@ -407,16 +466,26 @@ class Transformer:
 
 
 @lru_cache(maxsize=100_000)
-def _embedding(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
+def _embedding(sizes: TransformerSizes, width: int, split: Split, stored: int = 0) -> LayerCost:
     tokens = split.microbatch * sizes.sequence / split.cp
     out = width * tokens * sizes.hidden
     positions = sizes.sequence * sizes.hidden if sizes.learned_positions else 0
     messages = (LayerMessage("all_reduce", "tp", out),) if split.tp > 1 else ()
     rows = out / (split.tp if split.sequence_parallel else 1)
+    there: tuple[Kernel, ...] = (moving("embedding", 3 * out),)
+    back: tuple[Kernel, ...] = (moving("embedding backward", 3 * out),)
+    if split.program.kernels != "fused":
+        numbers = tokens * sizes.hidden
+        table = sizes.vocab * sizes.hidden / split.tp
+        there = (moving("embedding", 2 * stored * numbers),)
+        back = (moving("embedding_dense_backward", stored * (numbers + table)),)
+        if sizes.learned_positions:
+            there += (moving("add", 2 * stored * numbers),)
+            back += (moving("sum", stored * numbers),)
     return LayerCost(
-        forward=(moving("embedding", 3 * out),),
+        forward=there,
         backward_input=(),
-        backward_weight=(moving("embedding backward", 3 * out),),
+        backward_weight=back,
         forward_messages=messages,
         parameters=sizes.vocab * sizes.hidden / split.tp + positions,
         activation_bytes=(rows / width if sizes.dropout else 0.0) + 8 * tokens,
@@ -426,28 +495,76 @@ def _embedding(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
 
 
 @lru_cache(maxsize=100_000)
-def _head(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
-    """The last norm, logits and cross-entropy; logits are kept in fp32."""
+def _head(sizes: TransformerSizes, width: int, split: Split, stored: int = 0) -> LayerCost:
+    """The last norm, logits and cross-entropy; fused programs keep logits in fp32."""
     tokens = split.microbatch * sizes.sequence / split.cp
     columns = sizes.vocab / split.tp
-    logits = product("logits", tokens, columns, sizes.hidden, width)
-    to_input, to_weight = gradients_of(logits, width)
-    table = tokens * columns
     hidden_bytes = width * tokens * sizes.hidden
     messages = (LayerMessage("all_reduce", "tp", 4 * tokens),) * 3 if split.tp > 1 else ()
     back = (LayerMessage("all_reduce", "tp", hidden_bytes),) if split.tp > 1 else ()
     own = 0.0 if sizes.tied else sizes.vocab * sizes.hidden / split.tp
-    return LayerCost(
-        forward=(moving("norm", 2 * hidden_bytes), logits, moving("softmax", (width + 8) * table)),
-        backward_input=(to_input, moving("softmax backward", (width + 4) * table)),
-        backward_weight=(to_weight,),
+    layer = _fused_head if split.program.kernels == "fused" else _pytorch_head
+    return replace(
+        layer(sizes, Width(width, stored or width), split, columns),
         forward_messages=messages,
         backward_messages=back,
         parameters=own + 2 * sizes.hidden,
-        activation_bytes=2 * hidden_bytes + 4 * table,
-        output_bytes=0.0,
         shared_parameters=sizes.vocab * sizes.hidden / split.tp if sizes.tied else 0.0,
         largest_tensor=own,
+    )
+
+
+def _fused_head(sizes: TransformerSizes, width: Width, split: Split, columns: float) -> LayerCost:
+    tokens = split.microbatch * sizes.sequence / split.cp
+    w = width.compute
+    logits = product("logits", tokens, columns, sizes.hidden, w)
+    to_input, to_weight = gradients_of(logits, w)
+    table = tokens * columns
+    hidden_bytes = w * tokens * sizes.hidden
+    softmax = moving("softmax", (w + 8) * table)
+    return LayerCost(
+        forward=(moving("norm", 2 * hidden_bytes), logits, softmax),
+        backward_input=(to_input, moving("softmax backward", (w + 4) * table)),
+        backward_weight=(to_weight,),
+        parameters=0.0,
+        activation_bytes=2 * hidden_bytes + 4 * table,
+        output_bytes=0.0,
+    )
+
+
+def _pytorch_head(sizes: TransformerSizes, width: Width, split: Split, columns: float) -> LayerCost:
+    """torch.compile pads the columns of logits to a multiple of 8."""
+    tokens = split.microbatch * sizes.sequence / split.cp
+    w = width.compute
+    is_compiled = split.program.kernels == "compiled"
+    padded = 8 * math.ceil(columns / 8) if is_compiled else columns
+    logits = product("logits", tokens, padded, sizes.hidden, w)
+    to_input, to_weight = gradients_of(logits, w)
+    hidden = tokens * sizes.hidden
+    weights = columns * sizes.hidden
+    loss = loss_cost(tokens * columns, width, split.program)
+    norm, back = "native_layer_norm", "native_layer_norm_backward"
+    if is_compiled:
+        norm, back = "fused norm", "fused norm backward"
+    again = (logits,) if split.program.loss == "chunked" else ()
+    return LayerCost(
+        forward=(
+            *(moving(norm, 2 * width.stored * hidden), *casts((hidden, weights), width)),
+            *(logits, *loss.forward),
+        ),
+        backward_input=(
+            *(*again, to_input, *loss.backward),
+            moving(back, 3 * width.stored * hidden),
+            *casts((hidden,), width, "to_copy mixed"),
+        ),
+        backward_weight=(
+            *(to_weight, *casts((weights,), width, "to_copy mixed")),
+            *((moving("add", 3 * width.stored * weights),) if sizes.tied else ()),
+        ),
+        parameters=0.0,
+        activation_bytes=(width.stored + w) * hidden + loss.kept + (w * weights) * width.is_cast,
+        output_bytes=0.0,
+        passing_bytes=loss.passing,
     )
 
 
