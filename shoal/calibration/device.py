@@ -16,10 +16,18 @@ from typing import Any
 
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device, LinkSpec, MeasuredCalls
+from shoal.cluster.program import PYTORCH
 from shoal.plan.step.stragglers import queue_cycle_s
+from shoal.plan.workloads import Split
+from shoal.plan.workloads.transformer_block import TransformerSizes, block_cost
 from shoal.runtime.wording import counted
 
 _HALVINGS = 50
+# tiny blocks of a transformer, which show what the host needs to launch their kernels
+BLOCKS = 8
+BLOCK_WIDTH = 128
+BLOCK_HEADS = 2
+BLOCK_TOKENS = 64
 
 
 def _serving(found: Found) -> dict[str, Any]:
@@ -62,9 +70,11 @@ def _request_s(found: Found, away_s: float, cycle_s: float) -> float:
 Found = Mapping[str, Any]
 Pair = tuple[float, float]
 Measured = tuple[float, float, Pair]  # an amount, its rate, and the quartiles of that
+_GAP_S = 1.2e-6  # in profiles of an H200
 _LEAST = 0.1  # of a call's time is left for the kernel, however noisy the launch was
 _ADAM_BYTES = 28  # read and written for each number, as the price of an update counts them
 _MOMENTUM_BYTES = 20
+_WAYS = ("forward", "backward")
 
 
 def device_of(found: Found, memory_bytes: float) -> Device:
@@ -79,7 +89,9 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     copies = found["memory"]
     moved = _all_rates(copies, [row["bytes"] for row in copies], synchronous)
     bandwidth = max(rate for _, rate, _ in moved)
-    (adam, adam_spread), (momentum, momentum_spread), tensor_s = _update(found["updates"])
+    (adam, adam_spread), tensor_s = _update(found["updates"], "adam", _ADAM_BYTES)
+    (momentum, momentum_spread), sgd_s = _update(found["updates"], "sgd", _MOMENTUM_BYTES)
+    tensor_s = fmean((tensor_s, sgd_s))
     forward = [row for row in products[widest] if row["way"] == "forward"]
     backward = [row for row in products[widest] if row["way"] != "forward"]
     backward_launch_s = found["launches"]["backward"]["median_s"]
@@ -119,14 +131,52 @@ def device_of(found: Found, memory_bytes: float) -> Device:
             "step_s": (step_s * low_s / whole_s, step_s * high_s / whole_s),
         },
     )
+    if not synchronous:
+        device = replace(device, **_of_gpu(found, peaks["bf16"]))
     return replace(device, kernel_factors=_factors(found["named"], device, widest))
+
+
+def _of_gpu(found: Found, peak: float) -> dict[str, Any]:
+    """Fields of a GPU: products by shape, attention by kernel, what the host needs to launch."""
+    attention: dict[str, list[tuple[float, ...]]] = {}
+    for row in found["attention"]:
+        sizes = (row["head"], row["sequence"])
+        pairs = zip(_WAYS, row["flops"], strict=True)
+        shares = [flops / row[way]["median_s"] / peak for way, flops in pairs]
+        attention.setdefault(row["kernel"], []).append((*sizes, *shares))
+    block = TransformerSizes(1, BLOCK_WIDTH, BLOCK_HEADS, sequence=BLOCK_TOKENS, dropout=False)
+    launches = {}
+    for kernels, took in found["hosts"].items():
+        program = PYTORCH._replace(kernels=kernels)
+        cost = block_cost(block, 2, Split(flash_attention=True, program=program), 4)
+        backward = len(cost.backward_input) + len(cost.backward_weight)
+        launches[kernels] = took["forward"]["median_s"] / len(cost.forward)
+        launches[f"{kernels} backward"] = took["backward"]["median_s"] / backward
+    (fused, _), _ = _update(found["updates"], "fused adam", _ADAM_BYTES)
+    return {
+        "products": tuple(
+            (row["m"], row["n"], row["k"], _flops(row) / row["median_s"] / peak)
+            for row in _longer_than_calls(found["products"]["bf16"])
+        ),
+        "attention": {kernel: tuple(points) for kernel, points in attention.items()},
+        "launches_s": launches,
+        "gap_s": _GAP_S,
+        "fused_update_bytes_per_s": fused,
+        "watts": found["watts"],
+    }
+
+
+def _flops(row: Found) -> float:
+    return 2.0 * float(row["m"] * row["n"] * row["k"])
 
 
 def _factors(rows: list[Found], device: Device, dtype: str) -> dict[str, float]:
     """Measured seconds over those that bytes, operations and a launch give."""
     factors = {}
     for row in rows:
-        for number, way in enumerate(("forward", "backward")):
+        for number, way in enumerate(_WAYS):
+            if way not in row:
+                continue
             is_backward = way == "backward"
             size = row["bytes"][number]
             flops = row["flops"][number]
@@ -144,12 +194,19 @@ def _factors(rows: list[Found], device: Device, dtype: str) -> dict[str, float]:
 def _all_rates(rows: list[Found], amounts: list[float], synchronous: bool) -> list[Measured]:
     """Without the part of the smallest call that is not its kernel: no modules and autograd."""
     launch_s = (1 - _LEAST) * min(row["median_s"] for row in rows) if synchronous else 0.0
-    pairs = zip(amounts, rows, strict=True)
+    known = rows if synchronous else _longer_than_calls(rows)
+    pairs = [(amount, row) for amount, row in zip(amounts, rows, strict=True) if row in known]
     return sorted((amount, *_rate(amount, row, launch_s)) for amount, row in pairs)
 
 
+def _longer_than_calls(rows: list[Found]) -> list[Found]:
+    """Those that show a GPU: of a shorter kernel one sees what the host needs to launch it."""
+    shortest_s = min(row["median_s"] for row in rows)
+    return [row for row in rows if row["median_s"] > 2 * shortest_s] or rows
+
+
 def _product_rates(rows: list[Found], synchronous: bool) -> list[Measured]:
-    return _all_rates(rows, [2.0 * row["m"] * row["n"] * row["k"] for row in rows], synchronous)
+    return _all_rates(rows, [_flops(row) for row in rows], synchronous)
 
 
 def _rate(amount: float, row: Found, taken_s: float) -> tuple[float, Pair]:
@@ -179,16 +236,13 @@ def _quartiles(sample: Found) -> Pair:
 Rate = tuple[float, Pair]
 
 
-def _update(rows: Iterable[Found]) -> tuple[Rate, Rate, float]:
-    """Bytes a second of Adam and of momentum, and seconds of one kernel of a small tensor."""
-    rates = []
-    kernels = []
+def _update(rows: Iterable[Found], optimizer: str, width: int) -> tuple[Rate, float]:
+    """Bytes a second of an optimizer, and seconds of one kernel of a small tensor."""
     by_size = sorted(rows, key=lambda row: row["numel"])
-    for name, width in (("adam", _ADAM_BYTES), ("sgd", _MOMENTUM_BYTES)):
-        small, large = (row for row in by_size if row["optimizer"] == name)
-        kernels.append(small["median_s"] / UPDATE_KERNELS[name])
-        rates.append(_rate(large["numel"] * width, large, small["median_s"]))
-    return rates[0], rates[1], fmean(kernels)
+    small, large = (row for row in by_size if row["optimizer"] == optimizer)
+    kernels = UPDATE_KERNELS[optimizer.removeprefix("fused ")]
+    rate = _rate(large["numel"] * width, large, small["median_s"])
+    return rate, small["median_s"] / kernels
 
 
 def _handover_s(found: Found, name: str, kind: str) -> float:

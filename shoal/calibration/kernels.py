@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.calibration import gpu_cases
+from shoal.calibration.device import BLOCK_TOKENS, BLOCK_WIDTH, BLOCKS
+from shoal.calibration.gpu_cases import NamedCase
+
 _ROUND_S = 1e-3  # shorter than a time slice, so that most rounds are undisturbed
+_GPU_ROUND_S = 1e-2  # longer than the wait at its end
 _FEWEST = 3
 
 
@@ -58,16 +64,6 @@ COLUMNS = 256
 _HEADS, _POSITIONS, _HEAD_SIZE = 64, 64, 32
 
 
-class NamedCase(NamedTuple):
-    """A call, its names in forward and backward, and the amounts that a workload counts."""
-
-    names: tuple[str, str]
-    call: Callable[[], Tensor]
-    inputs: list[Tensor]
-    bytes: tuple[float, float]
-    flops: tuple[float, float] = (0.0, 0.0)
-
-
 def named_cases(device: torch.device) -> list[NamedCase]:
     data = torch.randn(ROWS, COLUMNS, device=device, requires_grad=True)
     size = 4.0 * data.numel()
@@ -105,12 +101,14 @@ SHAPES = (
     *((1024, 1024, 64), (64, 2048, 2048), (2048, 2048, 64), (1024, 1024, 1024)),
     (2048, 1024, 2048),
 )
-# of an accelerator
-LARGE_SHAPES = ((4096, 4096, 1024), (4096, 4096, 4096), (8192, 8192, 4096), (8192, 8192, 8192))
 # the largest one is more than the caches of a host hold
 BYTES = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
 LARGE_BYTES = (1 << 29,)
 UPDATE_NUMEL = (1 << 10, 1 << 20)  # a small tensor shows the calls, a large one the bytes
+GPU_UPDATE_NUMEL = (1 << 10, 1 << 25)
+_COPIED_BYTES = 1 << 28
+_CASES = 16  # about as many as there are
+_ATTENTION_CASES = 46
 _LAYERS = 20
 
 
@@ -121,46 +119,101 @@ class KernelBench:
         self.device = device
         self._synchronize = synchronize
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
     def products(self, dtype: str, seconds: float) -> list[dict[str, Any]]:
-        shapes = SHAPES + (LARGE_SHAPES if self.device.type == "cuda" else ())
+        shapes: Sequence[tuple[int, int, int]] = SHAPES
+        if self.on_gpu:
+            shapes = gpu_cases.PRODUCTS if dtype == "bf16" else gpu_cases.PRODUCTS[52:64]
         found = []
-        for m, n, k in shapes:
-            for way, call in self._products(m, n, k, DTYPES[dtype]).items():
+        for rows, outputs, inputs in shapes:
+            for way, sizes, call in self._products(rows, outputs, inputs, DTYPES[dtype]):
                 with torch.no_grad():
                     took = self._sample(call, seconds / 3 / len(shapes))
-                found.append({"way": way, "m": m, "n": n, "k": k, **took._asdict()})
+                found.append({"way": way, **sizes, **took._asdict()})
         return found
 
     def _products(
-        self, m: int, n: int, k: int, dtype: torch.dtype
-    ) -> dict[str, Callable[[], Tensor]]:
-        """As a linear layer has them: x W^T + b, the input's gradient g W, that of W g^T x."""
-        left = torch.ones(m, k, dtype=dtype, device=self.device)
-        right = torch.ones(k, n, dtype=dtype, device=self.device)
-        weight = torch.ones(n, k, dtype=dtype, device=self.device)
-        bias = torch.ones(n, dtype=dtype, device=self.device)
-        gradient = torch.ones(k, m, dtype=dtype, device=self.device)
-        return {
-            "forward": partial(nn.functional.linear, left, weight, bias),
-            "input": partial(torch.mm, left, right),
-            "weight": partial(torch.mm, gradient.t(), right),
-        }
+        self, rows: int, outputs: int, inputs: int, dtype: torch.dtype
+    ) -> Iterator[tuple[str, dict[str, int], Callable[[], Tensor]]]:
+        """Those of a linear layer: x W^T + b, the input's gradient g W, that of W g^T x."""
+        # a GPU takes less power, and is faster, where all numbers are equal
+        filled = partial(
+            torch.randn if self.on_gpu else torch.ones, dtype=dtype, device=self.device
+        )
+        weight = filled(outputs, inputs)
+        bias = filled(outputs)
+        data = filled(rows, inputs)
+        gradient = filled(rows, outputs)
+        forward = partial(nn.functional.linear, data, weight, bias)
+        yield "forward", {"m": rows, "n": outputs, "k": inputs}, forward
+        yield "input", {"m": rows, "n": inputs, "k": outputs}, partial(torch.mm, gradient, weight)
+        of_weight = partial(torch.mm, gradient.t(), data)
+        yield "weight", {"m": outputs, "n": inputs, "k": rows}, of_weight
 
     def named(self, seconds: float) -> list[dict[str, Any]]:
         """Kernels that take longer than their bytes say, forward and backward."""
-        cases = named_cases(self.device)
-        found = []
-        for case in cases:
-            out = case.call()
-            backward = partial(_gradient, out, case.inputs, torch.ones_like(out))
-            calls: dict[str, Callable[[], Any]] = {"forward": case.call, "backward": backward}
-            times = {
-                way: self._sample(call, seconds / 2 / len(cases))._asdict()
-                for way, call in calls.items()
-            }
-            amounts = {"names": case.names, "bytes": case.bytes, "flops": case.flops}
-            found.append({**amounts, **times})
+        cases = gpu_cases.gpu_cases() if self.on_gpu else iter(named_cases(self.device))
+        return [self._named(case, seconds / 2 / _CASES) for case in cases]
+
+    def _named(self, case: NamedCase, seconds: float) -> dict[str, Any]:
+        out = case.call()
+        kept = [one for one in (out if isinstance(out, tuple) else (out,)) if one.requires_grad]
+        backward = partial(_gradient, kept, case.inputs, [torch.ones_like(one) for one in kept])
+        amounts = {"names": case.names, "bytes": case.bytes, "flops": case.flops}
+        calls: dict[str, Callable[[], Any]] = {"forward": case.call, "backward": backward}
+        times = {
+            way: self._sample(call, seconds)._asdict()
+            for name, (way, call) in zip(case.names, calls.items(), strict=True)
+            if name
+        }
+        return {**amounts, **times}
+
+    def attention(self, seconds: float) -> list[dict[str, Any]]:
+        """Each kernel that torch has on a GPU, by the size of a head and the sequence."""
+        found: list[dict[str, Any]] = []
+        for kernel in gpu_cases.KERNELS if self.on_gpu else ():
+            with suppress(RuntimeError):  # one that this GPU does not have
+                for head, sequence, case in gpu_cases.attention_cases(kernel):
+                    row = self._named(case, seconds / 2 / _ATTENTION_CASES)
+                    found.append({"kernel": kernel, "head": head, "sequence": sequence, **row})
         return found
+
+    def hosts(self, seconds: float) -> dict[str, Any]:
+        """Seconds of the host to launch one block, eager and compiled."""
+        blocks = nn.Sequential(*(gpu_cases.TinyBlock() for _ in range(BLOCKS)))
+        shape = (1, BLOCK_TOKENS, BLOCK_WIDTH)
+        data = torch.randn(shape, device=self.device, requires_grad=True)
+        found = {}
+        for kernels in ("eager", "compiled"):
+            model = blocks.to(self.device)
+            run = torch.compile(model) if kernels == "compiled" else model
+            parameters = list(model.parameters())
+
+            def forward(run: Callable[[Tensor], Tensor] = run) -> Tensor:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    return run(data)
+
+            out = forward()
+            back = partial(_gradient, [out], parameters, [torch.ones_like(out)])
+            samples: dict[str, Callable[[], Any]] = {"forward": forward, "backward": back}
+            found[kernels] = {
+                way: Sample(*(one / BLOCKS for one in self._sample(call, seconds / 4)))._asdict()
+                for way, call in samples.items()
+            }
+        return found
+
+    def copies(self, seconds: float) -> dict[str, Any]:
+        """Bytes a second between pinned memory of the host and the GPU."""
+        host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(host, device=self.device)
+        ways = {"to device": partial(there.copy_, host), "to host": partial(host.copy_, there)}
+        return {
+            way: {"bytes": _COPIED_BYTES, **self._sample(call, seconds / 2)._asdict()}
+            for way, call in ways.items()
+        }
 
     def memory(self, seconds: float) -> list[dict[str, Any]]:
         """Kernels that read one tensor and write another one, which exists already."""
@@ -181,7 +234,7 @@ class KernelBench:
         forward = self._sample(lambda: model(data), seconds / 2)
         out = model(data)
         parameters = list(model.parameters())
-        call = partial(_gradient, out, parameters, torch.ones_like(out))
+        call = partial(_gradient, [out], parameters, [torch.ones_like(out)])
         backward = self._sample(call, seconds / 2)
         kernels = 2 * _LAYERS  # a layer has a product and a relu, and in backward a product more
         return {
@@ -195,10 +248,12 @@ class KernelBench:
             "adam": partial(torch.optim.AdamW, lr=1e-3),
             "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
         }
+        if self.on_gpu:
+            makers["fused adam"] = partial(torch.optim.AdamW, lr=1e-3, fused=True)
         return [
-            {"optimizer": name, "numel": numel, **self._update(make, numel, seconds / 4)._asdict()}
+            {"optimizer": name, "numel": numel, **self._update(make, numel, seconds / 6)._asdict()}
             for name, make in makers.items()
-            for numel in UPDATE_NUMEL
+            for numel in (GPU_UPDATE_NUMEL if self.on_gpu else UPDATE_NUMEL)
         ]
 
     def _update(self, make: Callable[..., Any], numel: int, seconds: float) -> Sample:
@@ -212,13 +267,18 @@ class KernelBench:
     def _sample(self, call: Callable[[], Any], seconds: float) -> Sample:
         """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
         timed(call, 2, self._synchronize)  # to warm up
-        calls = max(1, int(_ROUND_S / max(timed(call, 1, self._synchronize), 1e-9)))
+        round_s = _GPU_ROUND_S if self.on_gpu else _ROUND_S
+        calls = max(1, int(round_s / max(timed(call, 1, self._synchronize), 1e-9)))
         ends_s = time.perf_counter() + seconds
         rounds_s: list[float] = []
         while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:
             rounds_s.append(timed(call, calls, self._synchronize))
+            if self.on_gpu:  # products alone, without a rest, would lower its clock
+                time.sleep(rounds_s[-1] * calls)
         return Sample.of(rounds_s)
 
 
-def _gradient(out: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> None:
-    torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+def _gradient(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)

@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 import shoal
 from shoal.calibration.kernels import KernelBench, sample_rounds
 from shoal.calibration.measure import RESULT
+from shoal.cluster.host import watts
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
@@ -192,11 +194,13 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 _SHARES = {"memory": 0.1, "named": 0.1, "launches": 0.05, "updates": 0.1}  # of the time
+_GPU_SHARES = _SHARES | {"attention": 0.1, "hosts": 0.05, "copies": 0.02}
 _PRODUCTS, _OF_CALLS = 0.35, 0.3
 
 
 def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
     is_cuda = job.device.type == "cuda"
+    torch._functorch.config.donated_buffer = False  # backward of what is compiled runs many times
     bench = KernelBench(job.device, torch.cuda.synchronize if is_cuda else lambda: None)
     properties = torch.cuda.get_device_properties(job.device) if is_cuda else None
     alone = job.size == 1
@@ -208,9 +212,10 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": properties.name if properties else "cpu",
         "memory_bytes": properties.total_memory if properties else None,
+        "watts": watts() if is_cuda else None,
         "products": {dtype: _together(job, bench.products, dtype, each_s) for dtype in dtypes},
     }
-    for name, share in _SHARES.items():
+    for name, share in (_GPU_SHARES if is_cuda else _SHARES).items():
         found[name] = _together(job, getattr(bench, name), share * scale * seconds)
     found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS)
     if not alone:

@@ -118,6 +118,12 @@ def _output(*arguments: str) -> str:
     return done.stdout.decode(errors="replace") if done.returncode == 0 else ""
 
 
+def watts() -> float | None:
+    """The limit of the first GPU's power."""
+    limit = _output("--query-gpu=power.limit", "--format=csv,noheader,nounits")
+    return _number(next(iter(limit.splitlines()), "").strip())
+
+
 def _number(cell: str) -> int | None:
     return int(float(cell)) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
