@@ -102,6 +102,7 @@ class SyncTerm(Term, role="sync", abstract=True):
     batches: Batches = Batches.SPLIT  # which samples a replica trains on in a step
     lockstep: bool = True  # replicas take every step together, from the same weights
     meets_every: int = 0  # replicas that are not in lockstep meet after so many steps; 0: never
+    same_bits: bool = False  # after a step all replicas have the same weights, bit for bit
     equals_single: bool = True  # the result is that of one device, up to rounding
     is_exact_at_any_number: bool = False  # exact=True allows any number of replicas
     shards_state: bool = False  # each replica owns the training state of a run of parameters

@@ -173,6 +173,10 @@ class Zero(ElasticOption):
     shards_state = True
 
     @property
+    def same_bits(self) -> bool:
+        return self.stage < 3 and not self.elastic
+
+    @property
     def shard_copies(self) -> int:
         """On how many other workers a shard is."""
         return self.copies if self.elastic else 0
@@ -287,6 +291,10 @@ class Ddp(ElasticOption):
     @property
     def equals_single(self) -> bool:
         return self.compress is None
+
+    @property
+    def same_bits(self) -> bool:
+        return not self.elastic
 
     is_exact_at_any_number = True
 

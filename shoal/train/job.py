@@ -116,13 +116,19 @@ class Job(LoopMethods):
         self.checkpoints = JobCheckpoints(
             self._state, self._loop, self._meetings, agreement, lambda: self.is_first
         )
-        self.checkpoints.before_save = self._loss_watch.look
+        self._compare_ranks()
         given, lost = self._services.callbacks, partial(self._services.lost, self.size)
         self._callbacks = Callbacks(given, lambda: self.is_first, lost)
         self.checkpoints.after_save = partial(self._callbacks.tell, "on_checkpoint")
 
     def __getattr__(self, name: str) -> Any:
         raise no_such_name(name, [known for known in dir(self) if not known.startswith("_")])
+
+    def _compare_ranks(self) -> None:
+        """At saves, and wherever batches are compared."""
+        self.checkpoints.before_save = self._loss_watch.look
+        self.checkpoints.weights = self._weights_digest
+        self._stream.same.rates = lambda: "; ".join(o.rates for o in self._loop.optimizers)
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
         from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
@@ -284,9 +290,13 @@ class Job(LoopMethods):
         services = self._services
         evaluation = Evaluation(metric, step, services.elastic_sum, services.tracer, collate)
         batch_size = batch_size or self._stream.batch_size
-        self._evaluated = self._meetings.hold(
-            lambda: evaluation.means(data, batch_size), "job.evaluate"
-        )
+
+        def means() -> dict[str, float]:
+            if self._same_bits and self.size > 1:
+                self.checkpoints.check_replicas("job.evaluate")
+            return evaluation.means(data, batch_size)
+
+        self._evaluated = self._meetings.hold(means, "job.evaluate")
         is_number = list(self._evaluated) == [""]
         named = {name or "value": value for name, value in self._evaluated.items()}
         self._callbacks.tell("on_evaluate", self.steps, named)
@@ -370,6 +380,7 @@ class Job(LoopMethods):
             "logged": numbers_of(self._logged),
             "evaluated": self._evaluated,
             **self._throughput.report(self._services.tracer.origin_ns),
+            "weights": self._weights_digest(),
             "sync": [step.sync.report() for step in self._steps],
         }
 
@@ -461,6 +472,27 @@ class Job(LoopMethods):
                 f"weights of step {self.steps}: write `for epoch in job.epochs(n):`, which begins "
                 "with the epoch that is left"
             )
+
+    @property
+    def _same_bits(self) -> list[Step]:
+        """Steps after which all replicas have the same weights; none where ranks may be lost."""
+        if self._services.elastic_sum is not None or self._elastic is not None:
+            return []
+        return [step for step in self._steps if step.term.same_bits]
+
+    def _weights_digest(self) -> str:
+        """Of the weights that replicas have in common, with what they depend on otherwise."""
+        data = [step.flat.data.view(torch.int16) for step in self._same_bits]
+        bits = [int(each.sum(dtype=torch.int64)) for each in data]
+        place = self.mesh.replica_group.rank
+        return f"{place} {self._arithmetic().decode()} {bits}" if bits else ""
+
+    def _arithmetic(self) -> bytes:
+        """What rounding depends on."""
+        cpu = torch.backends.cpu.get_cpu_capability()
+        is_cuda = self.device.type == "cuda"
+        gpu = torch.cuda.get_device_name(self.device) if is_cuda else ""
+        return f"{cpu} {torch.get_num_threads()} {gpu}".encode()
 
     def _is_scaled(self) -> bool:
         return bool(self._loop.parts) and has_grad_scaler()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -164,6 +164,12 @@ class Supervisor:
             policy.absent,
         )
         say_losses(result, workers, write)
+        if replicas_differ(str((report or {}).get("weights", "")) for report in result.reports):
+            write(
+                "shoal: the workers have ended with different weights: each has updated by a rule "
+                "of its own, such as a learning rate that follows its rank or its own loss\n",
+                True,
+            )
         return result
 
     def ends_by_signal(self, failures: Sequence[ProcessFailure], finished: Sequence[int]) -> bool:
@@ -305,3 +311,10 @@ class Supervisor:
 
     def _must_stop(self) -> bool:
         return self.signals > 0 or self.output_error is not None
+
+
+def replicas_differ(texts: Iterable[str]) -> bool:
+    """Whether replicas have different weights; see `Job._weights_digest`."""
+    digests: dict[str, str] = {}  # by their part of a replica, and what rounding depends on
+    pairs = [text.partition(" [") for text in texts]
+    return any(digests.setdefault(place, digest) != digest for place, _, digest in pairs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.data.position import positions_of
 from shoal.errors import BadInput, CheckpointError
+from shoal.launch.here.supervisor import replicas_differ
 from shoal.runtime.background_writer import BackgroundWriter
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
@@ -57,6 +58,7 @@ class JobCheckpoints:
         self._say = state.context.say
         self._config = state.context.services.config
         self.before_save: Callable[[], object] = lambda: None  # raises if the losses are bad
+        self.weights: Callable[[], str] = str  # a digest of those that replicas have in common
         self.after_save: Callable[[int, str], object] = lambda steps, path: None
         self.schedulers = Schedulers(lambda: [o.optimizer for o in loop.optimizers], self._say)
         self._saved_itself = 0  # after so many steps
@@ -77,7 +79,8 @@ class JobCheckpoints:
         self.before_save()
 
         def write() -> None:
-            self._agreement.run(self.finish)  # all have come, before some wait for a part
+            # all have come, before some wait for a part
+            self.check_replicas("job.save", self.finish)
             self._agreement.run(lambda: (None, self._write(path, about, wait)))
 
         with self._state.context.services.tracer.span(CHECKPOINT, track="steps"):
@@ -86,6 +89,16 @@ class JobCheckpoints:
         self._unfinished = self._state.steps, str(path)
         if wait:
             self.finish()
+
+    def check_replicas(self, call: str, before: Callable[[], object] = lambda: None) -> None:
+        """All ranks do what comes before; refused where replicas' weights should be the same."""
+        _, texts = self._agreement.run(lambda: (before(), self.weights()))
+        if replicas_differ(texts.values()):
+            raise BadInput(
+                f"ranks have different weights before {call}, after step {self._state.steps}: "
+                "each has updated by a rule of its own, such as a learning rate or frozen "
+                "parameters that follow its rank or its own loss"
+            )
 
     def finish(self) -> tuple[None, str]:
         """Return when what was saved last is complete, on the rank that writes it; for `run`."""

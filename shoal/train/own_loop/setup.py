@@ -25,7 +25,11 @@ from shoal.train.own_loop.optimizer import PartOptimizers, params_of
 from shoal.train.own_loop.part import LoopPart
 from shoal.train.step.build import assemble_step, broadcast_start
 from shoal.train.step.options import StepFunctions, StepOptions
-from shoal.train.step.prepare_model import PreparedModel, prepare_model
+from shoal.train.step.prepare_model import (
+    PreparedModel,
+    check_same_optimizers,
+    prepare_model,
+)
 from shoal.train.step.run_services import StepContext
 
 Taken = MutableMapping[Any, str]
@@ -95,6 +99,8 @@ def set_up(
     )
     made = [o if isinstance(o, torch.optim.Optimizer) else o(pairs) for o in optimizers]
     _refuse_taken(models, made, taken)
+    if term.lockstep:
+        check_same_optimizers(made, context().mesh.world, context().device)
     known = {id(p) for model in models for p in model.parameters()}
     if loose := [p for o in made for p in params_of(o) if id(p) not in known]:
         models = [*models, LooseParameters(loose)]
