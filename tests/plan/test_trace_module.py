@@ -173,3 +173,9 @@ def test_ep_divides_experts_and_sends_tokens() -> None:
     tokens = ("all_to_all", "ep", 2 * 4 * 4 * 8)  # to two experts each
     assert [message[:3] for message in cost.forward_messages] == [tokens, tokens]
     assert workload.cost(1, Split(microbatch=4)).forward_messages == ()
+
+
+def test_the_gradient_of_logits_is_memory_beside_what_is_kept() -> None:
+    model = nn.Linear(16, 1000, bias=False)
+    traced = workload_of(model, torch.zeros(64, 16), lambda logits: logits.log_softmax(-1).sum())
+    assert traced.cost(0, Split(microbatch=64)).passing_bytes == pytest.approx(256_000, rel=1e-3)

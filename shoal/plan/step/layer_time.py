@@ -218,7 +218,8 @@ class LayerClock:
             kernels = self._model(split.program)
             host = kernels.host_share(self._passes(costs), self._launching_update_s(costs, split))
             times = tuple(self._time(cost, split, groups, host) for cost in costs)
-            passing_bytes = max(cost.passing_bytes for cost in costs)
+            is_cpu = self.network.cluster.device.synchronous
+            passing_bytes = 0.0 if is_cpu else max(cost.passing_bytes for cost in costs)
             if split.recompute != "none":
                 whole = split._replace(recompute="none")
                 again_bytes = max(

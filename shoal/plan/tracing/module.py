@@ -190,7 +190,10 @@ def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> torch.auto
     )
 
 
-_LINES = ("flops", "activations", "divided_activations", "input_bytes", "output_bytes")
+_LINES = (
+    *("flops", "activations", "divided_activations", "passing"),
+    *("input_bytes", "output_bytes"),
+)
 _NUMBERS = ("parameters", "divided_parameters", "expert_parameters", "shared_parameters")
 
 

@@ -205,6 +205,8 @@ class TraceRecorder:
         position, phase = self._place(args)
         layer = self._layers[position.layer] if position.layer is not None else self._before_first
         layer.sizes["flops"] += cost.flops
+        if self._is_backward:
+            layer.sizes["passing"] = max(layer.sizes["passing"], bytes_of(out))
         for kernel in cost.kernels:
             name = f"{position.module} {kernel.name}".strip()
             chosen: Phase = "weight" if kernel.name.endswith("weight gradient") else phase

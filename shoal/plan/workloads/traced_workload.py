@@ -104,6 +104,7 @@ class TracedLayer:
     shared_parameters: float = 0.0  # of an earlier layer
     activations: Line = _ZERO
     divided_activations: Line = _ZERO
+    passing: Line = _ZERO  # the largest result in backward
     input_bytes: Line = _ZERO
     output_bytes: Line = _ZERO
     count: int = 1  # equal layers, one after the other
@@ -197,6 +198,7 @@ class _Cost:
             output_bytes=self._line(layer.output_bytes) / self._sequence_parts,
             shared_parameters=layer.shared_parameters,
             expert_parameters=self._experts(),
+            passing_bytes=self._line(layer.passing),
         )
 
     def _experts(self) -> float:
