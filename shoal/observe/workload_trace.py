@@ -7,6 +7,7 @@ second call of a step ends the script.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import statistics
@@ -27,7 +28,7 @@ from shoal.data.rows import move_to, num_rows, take_rows
 from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_line, first_step
 from shoal.observe.model_sizes import activation_bytes, row_tables, sizes_of
-from shoal.plan.tracing.module import precision_of, trace_module
+from shoal.plan.tracing.module import precision_of, sum_of, trace_module
 from shoal.plan.workloads import Precision, SplitLimits, StoredRows
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.pytree import Tree
@@ -37,6 +38,7 @@ from shoal.replica.fsdp.unit_gather import wrap_modules
 from shoal.replica.microbatch_context import Loss, autocast_for, call_model
 from shoal.replica.tensor.plan import plan_of
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
+from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import as_strategy
@@ -53,13 +55,43 @@ class WorkloadJob(EstimateJob):
     """A job that traces the first step that it is given."""
 
     _document: dict[str, Any] | None = None
+    _models: tuple[nn.Module, ...] = ()  # of a loop of the script's own
 
     def setup(self, *objects: Any, **options: Any) -> Any:
-        self._document = {
-            "error": "the script computes its loss in a loop of its own (job.setup), which has no "
-            "step to trace; job.step has one"
-        }
-        raise StopTraining
+        """In a loop of the script's own: the first call of its model, and no loss."""
+        self._models += tuple(one for one in objects if isinstance(one, nn.Module))
+        models = self._models
+        optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+        if len(models) != 1 or len(optimizers) != 1:
+            self._document = {
+                "error": f"the script trains {counted(len(models), 'model')} in a loop of its own "
+                "(job.setup); one model with one optimizer can be traced"
+            }
+            raise StopTraining
+
+        def first_call(model: nn.Module, args: Any, kwargs: Any) -> None:
+            self._note(model, optimizers[0], (args, kwargs))
+            raise StopTraining
+
+        models[0].register_forward_pre_hook(first_call, with_kwargs=True)
+        return objects[0] if len(objects) == 1 else objects
+
+    def _note(self, model: nn.Module, optimizer: torch.optim.Optimizer, content: Tree) -> None:
+        model._forward_pre_hooks.clear()
+        kind: Any = type(optimizer)
+        known = inspect.signature(kind).parameters
+        own = {key: value for key, value in optimizer.defaults.items() if key in known}
+
+        def loss_of(batch: Any) -> Tensor:
+            return sum_of(model(*batch[0], **batch[1]))
+
+        try:
+            precision = precision_for(model, lambda params: kind(params, **own), "fp32")
+            workload = trace_rows_of(model, loss_of, content, precision)
+        except Exception as error:  # whatever the user's model does with a fake tensor
+            self._document = {"error": first_line(error)}
+            return
+        self._document = {"workload": workload.to_json().decode(), "batch": num_rows(content)}
 
     def _estimate(
         self, model: nn.Module, loss: Loss, optimizer: Any, batch: Any, options: StepOptions
@@ -82,18 +114,25 @@ class WorkloadJob(EstimateJob):
 
 
 def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision) -> TracedWorkload:
-    """The workload of a step with this batch, traced with all and with half of its rows."""
+    """The workload of a step with this batch."""
+
+    def loss_of(batch: Tree) -> Tensor:
+        inputs, targets = ForwardSignature(model).arguments(batch, num_rows(batch))
+        return loss(call_model(model, inputs), targets)
+
+    return trace_rows_of(model, loss_of, content, precision)
+
+
+def trace_rows_of(
+    model: nn.Module, loss_of: Callable[[Any], Tensor], content: Tree, precision: Precision
+) -> TracedWorkload:
+    """The workload of a loss of this batch, traced with all and with half of its rows."""
     total = num_rows(content)
     smaller = max(1, total // 2)
     ranges = {total: [range(total)], smaller: [range(smaller)]}
     if total == 1:
         ranges = {1: [range(1)], 2: [range(1), range(1)]}
     batches = {rows: take_rows(content, picked, total) for rows, picked in ranges.items()}
-
-    def loss_of(batch: Tree) -> Tensor:
-        inputs, targets = ForwardSignature(model).arguments(batch, num_rows(batch))
-        return loss(call_model(model, inputs), targets)
-
     names = {id(p): name for name, p in model.named_parameters()}
     mixtures = mixtures_of(model)
     experts = {m.name: frozenset(names[id(p)] for p in m.parameters) for m in mixtures}

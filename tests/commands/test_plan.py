@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import scripts
 from tests.commands.terminal import document_of, shoal
 
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=4,sequence=512", "--cluster", "dgx-a100")
@@ -178,3 +179,35 @@ def test_a_sample_of_the_page_has_the_shape_of_the_output(command: str, printed:
     assert len(SAMPLES) == 4
     answer = shoal(*shlex.split(command)[1:])
     assert answer.exit_code == 0 and shape(answer.stdout) == shape(printed)
+
+
+def test_a_model_that_does_not_fit_is_told_what_helps_and_how_long_its_gradients_travel() -> None:
+    words = ("-n", "64", "-s", "tp(8) + pp(8)", "--cluster", "dgx-a100", "gpt-3")
+    said = " ".join(shoal("predict", *words).stdout.split())
+    assert "14 s on the wire of one InfiniBand HDR" in said
+    assert "--recompute full or --microbatch 1 keeps fewer; shoal plan finds what fits" in said
+
+
+OWN = """
+import torch, shoal
+from torch import nn
+
+def train(job):
+    models = [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3)) for _ in range(MODELS)]
+    for model in models:
+        net, optimizer = job.setup(model, torch.optim.AdamW(model.parameters()))
+    for x, y in job.batches(torch.utils.data.TensorDataset(*[torch.randn(40, 8)] * 2), 20):
+        job.backward(nn.functional.cross_entropy(net(x), y[:, :3].softmax(1)))
+        optimizer.step()
+
+shoal.run(train)
+"""
+
+
+def test_the_model_of_an_own_loop_is_traced_where_there_is_one(tmp_path: Path) -> None:
+    for models, said in ((1, "batch 20: "), (2, "the script trains 2 models in a loop of its own")):
+        (tmp_path / "own.py").write_text(OWN.replace("MODELS", str(models)))
+        words = ("-n", "2", "-s", "ddp", "--cluster", "laptop", "own.py")
+        done = scripts.shoal("predict", *words, cwd=tmp_path)
+        assert said in " ".join((done.stdout + done.stderr).split())
+        assert models > 1 or "771 parameters" in done.stdout

@@ -122,7 +122,7 @@ def workload_of(
     def loss_of(batch: Tree) -> Tensor:
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
         output = model(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
-        return loss(output) if loss is not None else _sum_of(output)
+        return loss(output) if loss is not None else sum_of(output)
 
     return trace_module(model, loss_of, batches, roles=roles)
 
@@ -131,7 +131,7 @@ def _resized(tensor: Tensor, rows: int) -> Tensor:
     return tensor.new_empty((rows, *tensor.shape[1:]), device="meta") if tensor.dim() else tensor
 
 
-def _sum_of(output: Tree) -> Tensor:
+def sum_of(output: Tree) -> Tensor:
     floats = [t for t in tensors_of(output) if t.is_floating_point()]
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
