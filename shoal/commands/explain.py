@@ -69,6 +69,8 @@ def five_steps(term: SyncTerm) -> list[list[str]]:
         first, found[0][2] = ["gather, forward", "gather, backward"], "-"
     if getattr(term, "update", "") == "worker":
         found[0][1], found[1][1] = "own copy", "-"
+    if term.has_servers and not term.adds_up:
+        found[1][0] = "each push alone"
     if term.meets_every:
         found[0][2] = f"mean, {_meetings(term)} of {term.meets_every}"
         if ago := getattr(term, "steps_under_way", 0):
@@ -150,7 +152,7 @@ def explain(
         plain_table("what is sent in a step", ["what", "how", "over ranks", "sent"], rows, left=3),
         "",
         plain_table("the five steps of distributed SGD", ["", *STEPS], steps, left=6),
-        f"\n{_NOTE}",
+        f"\n{value.sync_for(layout.replicas).who_waits}{_NOTE}",
     ]
     show(document, parts, as_json, wraps=True)
 

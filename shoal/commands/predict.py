@@ -124,6 +124,7 @@ def predict(
     slower = tuple(sorted(slow_workers(slow or (), hardware, workers).items()))
     settings = replace(settings, failures=failures, slow=slower)
     prediction = _advised(Predictor(workload, hardware, _ORDERS[order]), value, workers, settings)
+    link = link or (hardware.node.nic if hardware.nodes > 1 else hardware.node.fabric)
     traffic = gradient_traffic(workload, value.layout(workers).replicas, link)
     document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
     parts = _parts(prediction, workload, traffic)

@@ -91,7 +91,9 @@ def does_not_fit(one: Prediction) -> str:
     need, limit = (show_bytes(size) for size in (one.memory.total, one.memory_limit_bytes))
     over = one.memory.total / one.memory_limit_bytes - 1
     words = f"a near miss, {over:.1%} too large" if over < NEAR_MISS else "does not fit"
-    return f"{words}: {need} of {limit}, of which {kind} {show_bytes(most)}"
+    less = "--recompute full or --microbatch 1 keeps fewer; " if kind == "activations" else ""
+    sizes = f"{need} of {limit}, of which {kind} {show_bytes(most)}"
+    return f"{words}: {sizes}; {less}shoal plan finds what fits"
 
 
 def largest_kind(memory: DeviceMemory) -> tuple[str, float]:
@@ -174,7 +176,7 @@ def gradient_traffic(workload: Workload, replicas: int, link: LinkSpec | None = 
     one = parameters * width
     text = (
         f"{_count(parameters)} parameters: {show_bytes(one)} of gradients a replica ({width} bytes "
-        f"each){_on_wire(one, link, ' on the wire')}"
+        f"each){_on_wire(one, link, ' on the wire')}{_of(link)}"
     )
     if replicas == 1:
         return text
@@ -185,6 +187,10 @@ def gradient_traffic(workload: Workload, replicas: int, link: LinkSpec | None = 
         f"{show_bytes(up)} come back{_on_wire(up, link, ' each way')}; a ring sends "
         f"{show_bytes(ring)} from each{_on_wire(ring, link)}"
     )
+
+
+def _of(link: LinkSpec | None) -> str:
+    return "" if link is None or link.name == "network" else f" of one {link.name}"
 
 
 def _on_wire(num_bytes: float, link: LinkSpec | None, words: str = "") -> str:

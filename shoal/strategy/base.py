@@ -13,10 +13,12 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from shoal.errors import StrategyError
 from shoal.strategy.options import Constraint, names_file, show, write
+
+_Term = TypeVar("_Term", bound="Term")
 
 
 class Batches(enum.Enum):
@@ -59,7 +61,7 @@ class Term:
     def name(self) -> str:
         return type(self).__name__.lower()
 
-    def without_files(self) -> Self:
+    def without_files(self: _Term) -> _Term:
         """With the defaults of the options that name a file of the user."""
         own = {f.name: f.default for f in fields(self) if names_file(getattr(self, f.name))}
         return replace(self, **own)
@@ -127,6 +129,8 @@ class SyncTerm(Term, role="sync", abstract=True):
     why_no_server_processes: str = "this strategy starts no servers; ps does"
     server_replicas: int = 1  # processes that hold the same: server p is copy p % so many
     server_consistency: str = "strong"
+    adds_up: bool = True  # servers sum pushes before an update
+    who_waits: str = ""  # where some do not, in lines for a reader
     promise: str | None = None  # what copies of servers promise, in one sentence
 
     @property

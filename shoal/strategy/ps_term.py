@@ -46,6 +46,24 @@ class Ps(SyncTerm):
         return [option for option, is_given in given.items() if is_given]
 
     @property
+    def adds_up(self) -> bool:
+        return self.mode != "async"
+
+    @property
+    def who_waits(self) -> str:
+        said = []
+        if self.mode == "async":
+            said.append("No worker waits: a push is taken when it comes, a pull gets what is there")
+        if self.quorum is not None:
+            late = "folded into the next" if self.late == "fold" else "dropped"
+            said.append(
+                f"An update waits for {self.quorum:g} of the workers; later pushes are {late}"
+            )
+        if self.staleness is not None:
+            said.append(f"A worker waits where it is {self.staleness} steps ahead of the slowest")
+        return "".join(f"{sentence}.\n" for sentence in said)
+
+    @property
     def lockstep(self) -> bool:
         return not self.relaxations or self.staleness == 0
 

@@ -289,7 +289,10 @@ _SYNONYMS = {
     ("a ring all-reduce", 'ddp(algorithm="ring")'): "ring ring_allreduce",
     ("a tree all-reduce", 'ddp(algorithm="tree")'): "tree",
     ("an all-reduce of gradients", "ddp"): "allreduce all_reduce nccl gloo",
-    ("data parallelism", "ddp"): "dp data_parallel",
+    (
+        "data parallelism",
+        "ddp",
+    ): "dp data_parallel dataparallel distributed_data_parallel distributeddataparallel",
     ("Horovod's all-reduce", "ddp"): "horovod",
     ("fully sharded data parallelism", "zero(3)"): "fsdp fsdp2 fully_shard zero3",
     ("DeepSpeed's sharding", "zero(1), zero(2) or zero(3)"): "deepspeed",

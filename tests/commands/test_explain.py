@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.commands.explain import STEPS, _lanes, class_of, exchanges, five_steps
+from shoal.strategy.ps_term import Ps
 from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import _SYNC
 from tests import scripts
@@ -198,3 +199,11 @@ def test_servers_have_lanes_wherever_they_are(
     lanes = _lanes(value, value.layout(2), servers)
     assert list(lanes) == ["worker 0", "worker 1", *names]
     assert all(lanes[name][3] == "weights" for name in names)
+
+
+def test_what_relaxed_servers_do_not_wait_for_is_said() -> None:
+    assert Ps().who_waits == "" and five_steps(Ps())[1][2] == "add up"
+    assert "No worker waits" in Ps(mode="async").who_waits
+    assert five_steps(Ps(mode="async"))[1][2] == "each push alone"
+    assert "waits for 0.75 of the workers; later pushes are dropped" in Ps(quorum=0.75).who_waits
+    assert "waits where it is 2 steps ahead" in Ps(staleness=2).who_waits

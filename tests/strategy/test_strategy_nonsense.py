@@ -181,7 +181,13 @@ def test_a_strategy_too_long_to_be_read_back_is_refused() -> None:
 
 WRITTEN = {  # words of the field that are no names of strategies
     **{"ring": 'ddp(algorithm="ring")', "ssgd": "ps", "asgd": 'ps(mode="async")', "bsp": "ddp"},
-    **{"ssp": "ps(staleness=4)", "horovod": "ddp", "dp": "ddp", "dp + pp(2)": "ddp"},
+    **{
+        "ssp": "ps(staleness=4)",
+        "horovod": "ddp",
+        "DataParallel": "ddp",
+        "dp": "ddp",
+        "dp + pp(2)": "ddp",
+    },
     **dict.fromkeys(("fsdp", "FSDP", "fsdp(stage=3)"), "zero(3)"),
     **{"inter-op": "pp(2)", "diloco": 'localsgd(outer="nesterov")'},
 }
