@@ -89,7 +89,7 @@ def _row(row: dict[str, str]) -> SourceRow:
     tokens_per_s = workers * float(row["tokens_per_s_per_gpu"])
     seconds = batch * model.sizes.sequence / tokens_per_s
     kind = kind_of(model, cluster.device)
-    low, high = range_of(cluster.device, kind)
+    low, high = range_of(cluster.device, kind, workers)
     return SourceRow(row["source"], kind, seconds / found.step_s, low, high)
 
 

@@ -190,8 +190,8 @@ class Predictor:
         step_s = sum(part.seconds for part in parts)
         device = pricer.cluster.device
         kind = kind_of(self.workload, device)
-        low, high = range_of(device, kind)
-        seen = what_was_seen(device, kind)
+        low, high = range_of(device, kind, workers)
+        seen = what_was_seen(device, kind, workers)
         found = Prediction(
             strategy=text,
             workers=workers,

@@ -11,7 +11,7 @@ import shoal
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
-from shoal.plan.accuracy import DENSE, RANGES, kind_of, places, what_was_seen
+from shoal.plan.accuracy import DENSE, MEASURED, RANGES, kind_of, places, what_was_seen
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import does_not_fit, in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
@@ -104,12 +104,15 @@ def test_ranges_are_those_of_published_runs_but_for_measured_machines() -> None:
     assert between(seen, "zero(3)", 4) == (round(low, 2), round(high, 2))
     unknown = between(exact, "zero(3)", 4)
     assert unknown[0] < low and unknown[1] > high
-    assert not what_was_seen(seen.device, kind_of(MODEL, seen.device))
-    words = what_was_seen(exact.device, kind_of(MODEL, exact.device))
+    assert not what_was_seen(seen.device, kind_of(MODEL, seen.device), 4)
+    words = what_was_seen(exact.device, kind_of(MODEL, exact.device), 4)
     assert "no run like this was seen, a dense transformer in 16 bits on" in words
     assert "the nearest are a dense transformer in 16 bits on A100 (Megatron-LM" in words
     measured = replace(exact, device=replace(exact.device, source="measured"))
-    assert between(measured, "zero(3)", 4) == (1.0, 1.0)
+    assert between(measured, "single", 1) == MEASURED
+    assert between(measured, "zero(3)", 4) == unknown  # what is between them was not measured
+    paced = replace(exact, device=replace(exact.device, forward_pace=1.1))
+    assert between(paced, "zero(3)", 4) == (1.0, 1.0)
 
 
 def test_a_plan_that_is_a_little_too_large_is_a_near_miss() -> None:
