@@ -38,16 +38,16 @@ WIRE = ("predict", "gpt-3", "--network", "200Gb/s", "-n")
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("ddp", ["gradients 18.9 s network"]),
-        ('ps(placement="rank0")', ["push 27.9 s network", "pull 27.9 s network"]),
-        ("gossip", ["neighbours 27.9 s network"]),
+        ("ddp", ["gradients 37.8 s network"]),
+        ('ps(placement="rank0")', ["push 55.9 s network", "pull 55.9 s network"]),
+        ("gossip", ["neighbours 55.9 s network"]),
     ],
 )
 def test_a_network_alone_is_answered_with_the_time_on_the_wire(
     strategy: str, words: list[str]
 ) -> None:
     lines = shoal(*WIRE, "3", "-s", strategy).stdout.splitlines()
-    assert lines[1].startswith("175 billion parameters: 349 GB of gradients a replica (2 bytes")
+    assert lines[1].startswith("175 billion parameters: 698 GB of gradients a replica (4 bytes")
     found = [" ".join(line.split()) for line in lines[5:-1]]
     assert [one[: len(word)] for one, word in zip(found, words, strict=True)] == words
     assert max(map(len, lines)) <= 80 and lines[2].startswith("  ")
@@ -55,7 +55,7 @@ def test_a_network_alone_is_answered_with_the_time_on_the_wire(
 
 def test_the_time_on_the_wire_has_a_row_for_each_number_and_a_cluster_adds_its_computing() -> None:
     several = document_of(*WIRE, "3,5")["predictions"]
-    ring_s = [2 * (n - 1) / n * 174.6e9 * 2 / 25e9 for n in (3, 5)]
+    ring_s = [2 * (n - 1) / n * 174.6e9 * 4 / 25e9 for n in (3, 5)]
     assert [one["wire_s"] for one in several] == pytest.approx(ring_s, rel=0.05)
     assert "forward" in shoal(*WIRE, "3", "--cluster", "dgx-a100").stdout
 
@@ -127,6 +127,7 @@ def test_a_plan_hides_communication_says_why_not_and_what_a_token_costs(tmp_path
     priced = tmp_path / "priced.toml"
     priced.write_text('base = "dgx-a100"\nname = "priced"\n[node]\nprice_per_hour = 20\n')
     words = ("plan", *SMALL[:2], "--cluster", str(priced), "-n", "16", "--batch", "64")
+    words += ("--kernels", "fused")
     shown = shoal(*words, "--hide", "tp", "--why", "tp(2) + pp(8)").stdout
     assert "tp(2) + pp(8): " in shown and "million tokens, at 20 a node and hour" in shown
     found = document_of(*words, "--hide", "tp", "--why", "tp(2) + pp(8)", "--top", "40")
@@ -135,7 +136,7 @@ def test_a_plan_hides_communication_says_why_not_and_what_a_token_costs(tmp_path
     assert "ms is sending between stages over" in found["why"]
 
 
-SIMULATE = ("simulate", *MODEL, "--cluster", "rack-1-4", "-n", "4")
+SIMULATE = ("simulate", *MODEL, "--cluster", "rack-1-4", "-n", "4", "--kernels", "fused")
 
 
 def test_a_step_is_simulated_beside_the_closed_form(tmp_path: Path) -> None:

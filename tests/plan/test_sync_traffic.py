@@ -195,7 +195,8 @@ def test_memory_of_a_traced_model_is_what_the_runtime_estimates(
     traced = trace_step(model, F.cross_entropy, content, precision_for(model, ADAM, "fp32"))
     memory = Predictor(traced, cluster_of()).predict(strategy, 4, PlanSettings(16)).memory
     most = max(sum(vars(one).values()) for one in workers)
-    assert memory.total - memory.activations == pytest.approx(most, rel=near)
+    room = max(4 * p.numel() for p in model.parameters())  # of a gradient, before it is added
+    assert memory.total - memory.activations - room == pytest.approx(most, rel=near)
 
 
 @pytest.mark.parametrize(
