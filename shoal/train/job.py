@@ -33,7 +33,7 @@ from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
 from shoal.train.named_calls import called_by_name, no_such_name
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
-from shoal.train.own_loop.torch_hooks import OtherOptimizers, has_grad_scaler
+from shoal.train.own_loop.torch_hooks import OtherOptimizers
 from shoal.train.step.build import build_step
 from shoal.train.step.options import Count, OnNan, StepFunctions, StepOptions
 from shoal.train.step.run_services import RunServices, StepContext
@@ -495,7 +495,7 @@ class Job(LoopMethods):
         return f"{cpu} {torch.get_num_threads()} {gpu}".encode()
 
     def _is_scaled(self) -> bool:
-        return bool(self._loop.parts) and has_grad_scaler()
+        return any(optimizer.is_scaled for optimizer in self._loop.optimizers)
 
     def _steps_done(self) -> int:
         self._loop.end_step()

@@ -249,7 +249,7 @@ def test_another_script_trains_on_all_of_its_data(
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
     job.load(tmp_path / "model")
     assert len([step(batch) for batch in job.batches(samples(40), 10, epochs=2)]) == 8
-    assert "no loop over job.batches in test_another_script" in capsys.readouterr().err
+    assert "no loop over job.batches at call 1 in test_another_script" in capsys.readouterr().err
 
 
 SCRIPT = script("""

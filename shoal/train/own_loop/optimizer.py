@@ -88,8 +88,8 @@ class LoopOptimizer:
                 f"LBFGS needs the whole gradient on every worker, which {parts[0].step.term} does "
                 "not give it: take ddp, or another optimizer"
             )
-        if parts[0].step.mesh.world.size > 1:
-            agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
+        self.is_scaled = False  # a GradScaler leaves out its steps of gradients that are too large
+        agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
         self._replace_methods()
         self._replace_own_methods()
         for part in parts:
@@ -148,7 +148,10 @@ class LoopOptimizer:
 
     def _agree_on_overflow(self, found: Tensor) -> None:
         """Any worker's; for GradScaler."""
+        self.is_scaled = True
         step = self.parts[0].step
+        if step.mesh.world.size == 1:
+            return
         if not self.parts[0].sync.synchronous:
             raise BadInput(
                 f"under {step.term} workers do not wait for each other, so GradScaler cannot skip "

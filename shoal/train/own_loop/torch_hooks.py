@@ -143,13 +143,6 @@ class OtherOptimizers:
             )
 
 
-def has_grad_scaler() -> bool:
-    """Whether the script scales losses, and so skips steps whose gradients are too large."""
-    kinds = [GradScaler, *GradScaler.__subclasses__()]
-    found = [o for kind in kinds for o in gc.get_referrers(kind) if type(o) is kind]
-    return any(scaler.is_enabled() for scaler in found)
-
-
 def _wraps_models() -> bool:
     """Whether the script has torch's DDP or FSDP reduce gradients.
 
