@@ -34,6 +34,10 @@ MISTAKES: list[tuple[Callable[[Any], object], str]] = [
         lambda job: job.step(F.cross_entropy, mlp(), optimizer=SGD),
         "job.step(model, loss, …): the model comes first, and this is a function",
     ),
+    (
+        lambda job: job.step(mlp(), nn.CrossEntropyLoss, optimizer=SGD),
+        "the loss is the class CrossEntropyLoss: give job.step an object, CrossEntropyLoss()",
+    ),
     (lambda job: job.world_size, "a job has no 'world_size': it is job.size here"),
     (lambda job: job.evalute, "a job has no 'evalute': did you mean 'evaluate'?"),
 ]

@@ -134,8 +134,8 @@ def handed_back(folder: Path) -> Any:
     if "stays" in outcome:
         raise BadInput(
             f"the training is done, and its function has returned a {outcome['stays']}: from "
-            "workers come numbers, text, tensors, and lists, tuples and dicts of these, such as "
-            "model.state_dict()"
+            "workers come numbers, text, tensors, and lists, tuples and dicts of these, whose keys "
+            "are text or integers, such as model.state_dict()"
         )
     return decode(outcome["value"])
 

@@ -43,6 +43,9 @@ class StepFunctions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {hint}")
+        if isinstance(self.loss, type) and issubclass(self.loss, nn.Module):
+            name = self.loss.__name__
+            raise BadInput(f"the loss is the class {name}: give job.step an object, {name}()")
 
 
 @dataclass(frozen=True)
