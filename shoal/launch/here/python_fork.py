@@ -37,6 +37,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from shoal.errors import BadInput
 from shoal.launch.losses.failures import add_line_of_script, report_failure
 from shoal.runtime.config import RunConfig, replace_environment
 from shoal.runtime.decoders import parse_module
@@ -336,7 +337,7 @@ def _exit_status(run: Callable[[], None]) -> int:
 
 def _is_reported(error: BaseException) -> bool:
     """Whether the launcher learns of it: it prints the failure of all workers once."""
-    with suppress(Exception):
+    with suppress(BadInput, OSError):
         config = RunConfig.from_environment()
         if config.run_dir is not None and config.rank is not None:
             add_line_of_script(error)

@@ -31,9 +31,8 @@ _MOST_BYTES = 16 << 20  # of what a call has returned, for workers of later ones
 _BEFORE = "before"  # files
 _VALUE = "value"
 Train = Callable[..., Any]
-Outcome = dict[
-    str, Any
-]  # {"value": encoded}, {"error": text, "is_input": …} or {"stays": its type}
+# {"value": encoded}, {"error": text, "is_input": …} or {"stays": its type}
+Outcome = dict[str, Any]
 
 
 class PastCalls:
