@@ -69,7 +69,7 @@ class FilledBucket(NamedTuple):
 
     size: float
     waits: float  # at the parameters, when it is full
-    is_own: bool  # it has memory of its own, once in a step
+    is_own: bool  # its memory is kept until the update, once in a step
 
 
 def must_settle(sizes: Sequence[float], size: float, room: float) -> bool:
@@ -89,20 +89,23 @@ def times_settled(buckets: Sequence[float], room: float) -> int:
     return times
 
 
-def most_lent(buckets: Sequence[FilledBucket], passes: int, room: float) -> float:
-    """Elements of lent memory and of waiting gradients, at the worst moment of a step."""
+def most_gradients(buckets: Sequence[FilledBucket], passes: int, room: float) -> float:
+    """Elements of kept and lent memory and of waiting gradients, at the worst moment of a step."""
     most = 0.0
+    kept = 0.0
     sizes: list[float] = []  # of buckets on their way
     lent: list[float] = []  # to them
     for number in range(passes):
         for size, waits, is_own in buckets:
-            most = max(most, sum(lent) + waits)
+            most = max(most, kept + sum(lent) + waits)
             while must_settle(sizes, size, room):
                 sizes.pop(0)
                 lent.pop(0)
+            is_kept = is_own and number == 0
+            kept += size if is_kept else 0.0
             sizes.append(size)
-            lent.append(0.0 if is_own and number == 0 else size)
-            most = max(most, sum(lent) + waits)
+            lent.append(0.0 if is_kept else size)
+            most = max(most, kept + sum(lent) + waits)
     return most
 
 
@@ -230,18 +233,16 @@ class BufferLayout:
         waiting = [self.waiting(bucket) for _, bucket in owned]
         if is_stage or (accumulates and stage == 1):
             waiting = [sum(waiting[k:]) for k in range(len(waiting))]
-        if stage == 1:
-            return self.size - self.offset + max(waiting)
         filled = [
             FilledBucket(bucket.stop - bucket.start, waits, owner == rank)
             for (owner, bucket), waits in zip(owned, waiting, strict=True)
         ]
         passes = 2 if accumulates and not is_stage else 1
-        room = room_elements(bucket_bytes, self.width)
-        lent = most_lent(filled, passes, room)
+        room = math.inf if stage == 1 else room_elements(bucket_bytes, self.width)
         slices = self.shards(ranks)
         kept: list[slice] = [slices[shard] for shard in held_shards(rank, ranks, copies)]
-        return float(sum(one.stop - one.start for one in kept) + lent)
+        updated = float(sum(one.stop - one.start for one in kept))
+        return max(updated, most_gradients(filled, passes if stage > 1 else 1, room))
 
     def gathered(self, units: Sequence[Sequence[int]], here: Collection[int]) -> int:
         """Elements of others' tensors under zero(3): root unit, one that computes, the next."""

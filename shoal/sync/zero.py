@@ -15,6 +15,7 @@ A step moves each gradient once and each parameter once (zero(3): twice), as ddp
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,12 +28,12 @@ from torch import Tensor, nn
 
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
-from shoal.comm.staging import share_storage
 from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules import buffer_layout
+from shoal.schedules.buffer_layout import held_shards
 from shoal.strategy.sync_terms import Zero
 from shoal.sync import CountedSync, Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
@@ -69,14 +70,18 @@ class ShardedUpdate:
         """Shards of other ranks that this one updates, too."""
         return [] if self.movable is None else self.movable.held.copied
 
-    def copy_gradients(self, own: Tensor, copies: Sequence[Tensor]) -> None:
+    def copy_gradients(self, own: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Send the gradients of the own shard to its copies, and get those of `copied`."""
         ranks = self.group.size
         rank = self.group.rank
-        numbered = enumerate(copies, 1)
-        receives = [PeerMessage(copy, (rank - n) % ranks) for n, copy in numbered if copy.numel()]
-        sends = [PeerMessage(own, (rank + n) % ranks) for n in range(1, len(copies) + 1)]
-        self.group.exchange(sends if own.numel() else [], receives).wait()
+        receives = [
+            PeerMessage(memory, (rank - n) % ranks)
+            for n, copy in enumerate(copies, 1)
+            for memory in copy
+        ]
+        distances = range(1, len(copies) + 1)
+        sends = [PeerMessage(memory, (rank + n) % ranks) for n in distances for memory in own]
+        self.group.exchange(sends, receives).wait()
 
     def apply(self) -> None:
         if self.movable is not None:
@@ -161,9 +166,10 @@ class _Sent(NamedTuple):
 class ZeroReduce(CountedSync):
     """Buckets lie inside shards and are reduced to their owners, in fixed order.
 
-    zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
-    other buckets get memory while they are on their way, that of two at a time, and micro-batches
-    are reduced one by one so that no whole gradient is ever kept.
+    A bucket gets memory when its gradients come. Its owner keeps it until the update, so there is
+    none while activations take the most. Other ranks give it back: under zero(1) when backward has
+    ended; under zero(2) and zero(3), which reduce micro-batches one by one so that no whole
+    gradient is ever kept, when two buckets are on their way.
 
     On a host whose cores all compute, calls do not run beside backward: a bucket is reduced when
     its memory is needed, or when backward has ended.
@@ -197,15 +203,10 @@ class ZeroReduce(CountedSync):
         owned = flat.owned_buckets(ranks, bucket_bytes)
         self._owner = {bucket.start: rank for rank, bucket in owned}
         buckets = [bucket for _, bucket in owned]
-        self.shard = self.sharded.shards[self.group.rank]
-        keeps_all = not self.every_microbatch
-        kept = slice(flat.offset, flat.size) if keeps_all else self.shard
-        self._kept = self._zeros(kept)
-        self._kept_at = kept
-        self._copies = [
-            self._kept_slice(where) if keeps_all else self._zeros(where)
-            for where in self.sharded.copied
-        ]
+        own, *copied = held_shards(self.group.rank, ranks, len(self.sharded.copied))
+        self._own_buckets = [bucket for rank, bucket in owned if rank == own]
+        self._copied_buckets = [[one for rank, one in owned if rank == of] for of in copied]
+        self._kept: dict[int, Tensor] = {}  # what has been reduced here, by the start of its bucket
         self._last = buckets[-1].start
         self._room_elements = buffer_layout.ON_THE_WAY * bucket_bytes // flat.dtype.itemsize
         self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
@@ -213,13 +214,13 @@ class ZeroReduce(CountedSync):
         self._sent: deque[_Sent] = deque()
         flat.grads.watch(buckets, allocate=self._room)
 
-    def _zeros(self, where: slice) -> Tensor:
-        length = where.stop - where.start
-        return torch.zeros(length, dtype=self.flat.dtype, device=self.flat.device)
+    def _empty(self, bucket: slice) -> Tensor:
+        length = bucket.stop - bucket.start
+        return torch.empty(length, dtype=self.flat.dtype, device=self.flat.device)
 
     def begin(self) -> None:
         self._sent.clear()
-        self._taken: set[int] = set()
+        self._kept.clear()
         self._heads: list[tuple[Work | None, Tensor]] = []
 
     def reduce(self, bucket: slice) -> None:
@@ -238,6 +239,7 @@ class ZeroReduce(CountedSync):
     def finish(self) -> None:
         self.collect()
         self.sharded.apply()
+        self._kept.clear()
 
     def spread(self) -> None:
         self.sharded.spread()
@@ -248,13 +250,14 @@ class ZeroReduce(CountedSync):
         for work, head in self._heads:
             (work or self.group.all_reduce(head)).wait()
         self._head = torch.stack([head for _, head in self._heads]).sum(0)
-        own = self._kept_slice(self.shard)
-        self.sharded.copy_gradients(own, self._copies)
-        held = zip([self.shard, *self.sharded.copied], [own, *self._copies], strict=True)
+        copies = [[self._empty(bucket) for bucket in copied] for copied in self._copied_buckets]
+        self.sharded.copy_gradients([self._kept[one.start] for one in self._own_buckets], copies)
+        for copied, memories in zip(self._copied_buckets, copies, strict=True):
+            self._kept |= {one.start: memory for one, memory in zip(copied, memories, strict=True)}
         arrived = self._head[1:].tolist()
-        for where, memory in held:
-            for i in self.flat.params_in(where):
-                grad = self.flat.view(i, memory, where.start)
+        for bucket in itertools.chain(self._own_buckets, *self._copied_buckets):
+            for i in self.flat.params_in(bucket):
+                grad = self.flat.view(i, self._kept[bucket.start], bucket.start)
                 self.flat.params[i].grad = grad if arrived[i] > 0 else None
         self.traffic.steps += 1
 
@@ -263,8 +266,7 @@ class ZeroReduce(CountedSync):
 
     def gradient_tensors(self) -> list[Tensor]:
         filling = [] if self._memory is None else [self._memory]
-        kept = [self._kept, *self._copies]
-        return [*kept, *filling, *(sent.memory for sent in self._sent)]
+        return [*self._kept.values(), *filling, *(sent.memory for sent in self._sent)]
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
@@ -275,18 +277,11 @@ class ZeroReduce(CountedSync):
         return self.traffic.uncounted()
 
     def _room(self, bucket: slice) -> Tensor:
-        """Memory for the gradients of a bucket: kept, or lent until they are with their owner."""
+        """Memory for the gradients of a bucket."""
         if self.every_microbatch:
             self._make_room(bucket)
-        kept = self._kept_at
-        if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
-            self._taken.add(bucket.start)
-            memory = self._kept_slice(bucket)
-        else:
-            length = bucket.stop - bucket.start
-            memory = torch.empty(length, dtype=self.flat.dtype, device=self.flat.device)
-        self._memory = memory
-        return memory
+        self._memory = self._empty(bucket)
+        return self._memory
 
     def _make_room(self, bucket: slice) -> None:
         """Wait until the memory of two buckets is enough, or one alone is on its way.
@@ -302,13 +297,10 @@ class ZeroReduce(CountedSync):
         """Wait for the bucket that is on its way longest; add up what came to its owner."""
         work, bucket, memory = self._sent.popleft()
         (work or self._send(bucket, memory)).wait()
-        is_kept = share_storage(memory, self._kept)
-        if self._owner[bucket.start] == self.group.rank and not is_kept:
-            self._kept_slice(bucket).add_(memory)
-
-    def _kept_slice(self, bucket: slice) -> Tensor:
-        start = self._kept_at.start
-        return self._kept[bucket.start - start : bucket.stop - start]
+        if self._owner[bucket.start] == self.group.rank:
+            total = self._kept.setdefault(bucket.start, memory)
+            if total is not memory:
+                total.add_(memory)
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:

@@ -11,7 +11,7 @@ from shoal.schedules.buffer_layout import (
     ShardTransfer,
     held_shards,
     holders,
-    most_lent,
+    most_gradients,
     shard_transfers,
     surviving_holders,
     times_settled,
@@ -52,8 +52,14 @@ def test_a_third_large_bucket_waits_for_the_first_and_small_ones_do_not() -> Non
 
 
 def test_two_buckets_on_their_way_stand_beside_the_gradients_of_the_third() -> None:
-    buckets = [FilledBucket(10, 10, is_own=True), *[FilledBucket(10, 10, is_own=False)] * 3]
-    assert most_lent(buckets, 1, ROOM) == 2 * 10 + 10
-    large_first = [FilledBucket(10, 40, is_own=True), *[FilledBucket(10, 10, is_own=False)] * 3]
-    assert most_lent(large_first, 1, ROOM) == 40
-    assert most_lent(large_first, 2, ROOM) == 40 + 2 * 10
+    others = [FilledBucket(10, 10, is_own=False)] * 3
+    assert most_gradients(others, 1, ROOM) == 2 * 10 + 10
+
+
+def test_an_owner_keeps_its_bucket_from_when_it_comes() -> None:
+    others = [FilledBucket(10, 10, is_own=False)] * 3
+    first = [FilledBucket(10, 10, is_own=True), *others]
+    assert most_gradients(first, 1, ROOM) == 10 + 2 * 10 + 10
+    large_first = [FilledBucket(10, 40, is_own=True), *others]
+    assert most_gradients(large_first, 1, ROOM) == 10 + 40
+    assert most_gradients(large_first, 2, ROOM) == 10 + 2 * 10 + 40

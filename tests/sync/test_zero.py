@@ -185,3 +185,22 @@ def test_backward_keeps_no_copy_in_fewer_bits_of_a_sharded_weight(world: World) 
     turned = {torch.Size(reversed(shape)) for shape in weights}
     for kept in on_workers(world, "zero(3)", mlp, body, size=2, precision="bf16"):
         assert kept and not (weights | turned) & set(kept)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_memory_for_gradients_is_held_before_backward(world: World, stage: str) -> None:
+    """Forward, when activations grow, has none; the owner's is there until the update."""
+
+    def body(job: Job, step: Any) -> list[int]:
+        held: list[int] = []
+
+        def looking_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            held.append(len(step.sync.gradient_tensors()))
+            return F.cross_entropy(outputs, targets)
+
+        step.engine.loss = looking_loss
+        for batch in job.batches(samples(16), 8):
+            step(batch)
+        return [*held, len(step.sync.gradient_tensors())]
+
+    assert on_workers(world, stage, mlp, body, size=2) == [[0, 0, 0]] * 2
