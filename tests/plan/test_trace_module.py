@@ -7,12 +7,13 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.observe.workload_trace import tp_roles
 from shoal.plan.tracing.module import trace_module, workload_of
-from shoal.plan.workloads import Kernel, LayerCost, Split
+from shoal.plan.workloads import Kernel, LayerCost, Precision, Split
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 
@@ -179,3 +180,24 @@ def test_the_gradient_of_logits_is_memory_beside_what_is_kept() -> None:
     model = nn.Linear(16, 1000, bias=False)
     traced = workload_of(model, torch.zeros(64, 16), lambda logits: logits.log_softmax(-1).sum())
     assert traced.cost(0, Split(microbatch=64)).passing_bytes == pytest.approx(256_000, rel=1e-3)
+
+
+def test_a_trace_under_autocast_is_that_of_a_gpu() -> None:
+    """Logarithms are kept in 16 bits and a copy of them in fp32; a mask of dropout has a byte."""
+    logits, table = nn.Linear(16, 1000, bias=False), 64 * 1000
+    targets = torch.zeros(64, dtype=torch.long)
+    kept = {}
+    for name, model in (("plain", logits), ("dropout", nn.Sequential(logits, nn.Dropout()))):
+        batches = {rows: torch.zeros(rows, 16) for rows in (32, 64)}
+        traced = trace_module(
+            model,
+            lambda x, model=model: cross_entropy(model(x), targets[: len(x)]),
+            batches,
+            Precision("bf16", 4, 4, 0, 8),
+        )
+        costs = [traced.cost(run, Split(microbatch=64)) for run in range(len(traced.runs))]
+        kept[name] = sum(cost.activation_bytes for cost in costs)
+        kernels = [kernel.name for cost in costs for kernel in cost.forward]
+        assert {"to_copy", "to_copy mixed", "log_softmax"} <= set(kernels)
+    assert kept["plain"] == pytest.approx((2 + 4) * table + 2 * 64 * 16, rel=0.01)  # and the input
+    assert kept["dropout"] - kept["plain"] == table

@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
 from shoal.plan.tracing.recorder import Recorded, RecordedLayer, Splits, TraceRecorder
@@ -181,13 +183,57 @@ def on_fake_tensors(model: nn.Module, tree: Tree) -> Iterator[tuple[Sequence[Ten
             yield list(own.values()), content
 
 
-def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> torch.autocast:
+class _GpuAutocast(TorchFunctionMode):
+    """What autocast runs on a GPU, where that of a CPU, which the trace is on, runs another thing.
+
+    cross_entropy takes logarithms in 16 bits and a copy of them in fp32; softmax and powers are
+    fp32; a mask of dropout has a byte.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        given = kwargs or {}
+        if name == "cross_entropy":
+            return _cross_entropy(*args, **given)
+        if name == "dropout" and func is F.dropout:
+            return _dropout(*args, **given)
+        if name in _WIDE:
+            args = map_tensors(_widened, tuple(args))
+        return func(*args, **given)
+
+
+_WIDE = ("softmax", "log_softmax", "logsumexp", "exp", "log", "pow", "rsqrt", "cumsum", "sum")
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in AUTOCAST.values() else tensor
+
+
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+    if args or options.get("label_smoothing") or target.is_floating_point():
+        return F.cross_entropy(input, target, *args, **options)
+    chosen = {key: value for key, value in options.items() if key in ("weight", "ignore_index")}
+    with torch.autocast("cpu", enabled=False):
+        logarithms = input.log_softmax(min(1, input.dim() - 1))
+        reduction = options.get("reduction", "mean")
+        return F.nll_loss(logarithms.float(), target, reduction=reduction, **chosen)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0]
+
+
+@contextmanager
+def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
     """On where products are narrower than the parameters."""
     dtype = AUTOCAST.get(compute)
-    is_wider = any(t.dtype == torch.float32 for _, t in tensors)
-    return torch.autocast(
-        "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None and is_wider
-    )
+    if dtype is None or all(t.dtype != torch.float32 for _, t in tensors):
+        yield
+        return
+    with torch.autocast("cpu", dtype=dtype), _GpuAutocast():
+        yield
 
 
 _LINES = (

@@ -37,6 +37,8 @@ _FREE = {  # they move no data
 # they read as many rows of their first input as they write
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten._embedding_bag}
 
+_WIDENING = {aten._to_copy, aten.add}
+
 
 def cost_of(func: OpOverload, arguments: dict[str, Any], out: Any) -> OpCost:
     """The cost of a call, from its arguments by name and what it returned."""
@@ -47,7 +49,15 @@ def cost_of(func: OpOverload, arguments: dict[str, Any], out: Any) -> OpCost:
         return _PRODUCTS[packet](arguments, out)
     written, values = bytes_of(out), list(arguments.values())
     read = bytes_of(values[1:]) + written if packet in _LOOKUPS else bytes_of(values)
-    return OpCost((Kernel(packet.__name__.strip("_"), 0.0, read + written),))
+    name = packet.__name__.strip("_")
+    if packet in _WIDENING and _is_widened(values, out):
+        name = f"{name} mixed"
+    return OpCost((Kernel(name, 0.0, read + written),))
+
+
+def _is_widened(values: Sequence[Any], out: Tensor) -> bool:
+    """Whether narrower numbers than those of the result are read: slower kernels of PyTorch."""
+    return any(t.dim() and t.element_size() < out.element_size() for t in tensors_of(values[:2]))
 
 
 def bytes_of(tree: Any) -> float:
