@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.comm.executors.nccl import LatestCall
 from shoal.comm.executors.nccl_watch import NcclWatch
@@ -89,10 +91,20 @@ def test_ranks_that_finish_one_after_the_other_lose_none() -> None:
 def test_a_call_that_does_not_end_within_the_limit_of_the_run_is_named() -> None:
     def body(group: Group) -> list[PeerLost]:
         watch, at, found = watched(group, limit_s=0.01)
-        at.nccl.latest.work = Unfinished()
+        at.nccl.latest.works = [Unfinished()]
         with watch:
             assert at.ended.wait(20)
         return found
 
     for found in on_shm_threads(2, body):
         assert found[0].after_s == 0.01 and "all_reduce #3 over NCCL" in str(found[0])
+
+
+def test_the_tensors_of_a_call_that_a_gpu_has_done_are_released() -> None:
+    tensors = torch.zeros(4)
+    done = SimpleNamespace(is_completed=lambda: True, tensors=tensors)
+    latest = LatestCall(works=[done])
+    held = weakref.ref(tensors)
+    del done, tensors
+    assert held() is not None
+    assert latest.unfinished_since_ns() is None and held() is None

@@ -11,7 +11,7 @@ ranks send to each other is one `exchange`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,13 +33,15 @@ class LatestCall:
     """What a rank has called last, on any of its groups."""
 
     doing: str = "no call of NCCL"
-    work: Any = None
+    works: list[Any] = field(default_factory=list)  # its own, until the GPU is seen to have done it
     start_ns: int = 0
 
     def unfinished_since_ns(self) -> int | None:
-        """None where the GPU has done it."""
-        work = self.work
-        return None if work is None or work.is_completed() else self.start_ns
+        """None where the GPU has done it: then its tensors, which a work holds, are released."""
+        works = self.works
+        if works and works[0].is_completed():
+            works.clear()
+        return self.start_ns if works else None
 
 
 class Nccl(Torch):
@@ -99,7 +101,7 @@ class Nccl(Torch):
         work = super()._begin(name, start, timeout_s)
         self.latest.doing = work.doing
         self.latest.start_ns = clock.monotonic_ns()
-        self.latest.work = work.of_torch
+        self.latest.works = [work.of_torch]
         return work
 
     def _exchange(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]) -> TorchWork:
