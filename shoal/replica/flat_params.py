@@ -104,8 +104,12 @@ class FlatParams(FlatLayout):
     `data` holds the parameters from construction on. `grads` collects their gradients.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], device: torch.device | None = None
+    ):
+        """They go to `device`, where they are not there already."""
         super().__init__(named)
+        self.device = device or self.device
         self.data = self._move()
         self.grads = GradBuckets(self)
         self.splits_backward = False  # whether gradient hooks see nothing of a backward
@@ -135,6 +139,10 @@ class FlatParams(FlatLayout):
 
     def full_params(self, only: int | None = None) -> AbstractContextManager[None]:
         """While the block runs all parameters are here, on all ranks or on one; for reading."""
+        return nullcontext()
+
+    def held_params(self) -> AbstractContextManager[None]:
+        """While the block runs the parameters of this rank's shard are here, to be overwritten."""
         return nullcontext()
 
     def reshard(self) -> None:

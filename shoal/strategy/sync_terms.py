@@ -162,12 +162,20 @@ class Zero(ElasticOption):
     elastic: Annotated[bool, FLAG] = field(default=False, kw_only=True)  # workers leave and join
     copies: Annotated[int, whole(1)] = field(default=1, kw_only=True)  # of each shard, if elastic
     shared_weights: SharedWeightsOption = field(default=None, kw_only=True)  # stages 1 and 2
+    # optimizer state lies in the host's memory; gradients (2, 3) and parameters (3), too
+    offload: Annotated[bool, FLAG] = field(default=False, kw_only=True)
 
     def _check_options(self) -> None:
         if not self.elastic and self.copies != 1:
             raise StrategyError(
                 f"zero: copies={self.copies} is for elastic=True: without it no worker holds a "
                 "copy of the shard of another one"
+            )
+        if self.offload and (self.elastic or self.shared_weights):
+            other = "elastic" if self.elastic else "shared_weights"
+            raise StrategyError(
+                f"zero: offload=True and {other}=True exclude each other: in the host's memory a "
+                "worker keeps what is its own; leave out one of them"
             )
 
     shards_state = True

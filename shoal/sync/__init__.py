@@ -136,6 +136,7 @@ class Sync(Elastic, Returning, Served):
     update: OptimizerStep
     every_microbatch: bool = False  # report buckets after each micro-batch, not only the last
     synchronous: bool = True  # False: no step waits for all replicas
+    shows_gradients: bool = False  # to a loop of the user's own: at parameters, on the device
     gradient_scale: float = 1.0  # of the loss; the number of replicas where weights are averaged
     batch_fraction: float = 1.0  # of the global batch, which this replica is about to compute
     next_steps: int = 0  # of the job, when the step that begins is done
@@ -143,6 +144,8 @@ class Sync(Elastic, Returning, Served):
     traffic: StepTraffic | None = None  # where bytes are counted
     lead: int | None = None  # step b (from 0) ends when all replicas have done b - lead, or none
     updates_here: bool = True  # False: servers update, and `finish` does all of it
+    # of state that is not on the device; None: the optimizer's own `load_state_dict`
+    load_optimizer: Callable[[dict[str, Any]], None] | None = None
 
     def __init__(self, replica: Replica):
         self.flat = replica.flat
@@ -208,6 +211,10 @@ class Sync(Elastic, Returning, Served):
 
     def gradient_tensors(self) -> list[Tensor]:
         """Tensors that hold gradients now, besides the buffer and what is at parameters."""
+        return []
+
+    def host_tensors(self) -> list[Tensor]:
+        """What this worker keeps in the host's memory instead of its device's."""
         return []
 
     def elsewhere(self) -> list[Tensor]:

@@ -162,6 +162,8 @@ class OptimizerStep:
         self.scaler = scaler
         self._fuses = fuses
         self.tracer: Tracer = OFF
+        self.norms: list[Tensor] | None = None  # of gradients that are not at parameters
+        self._total_norm: Tensor | None = None  # of these
         self.steps = 0
         self._ratios = ratios(self.optimizer)
         self._scheduler = scheduler
@@ -256,9 +258,18 @@ class OptimizerStep:
             nn.utils.clip_grad_norm_(params, bound)
             return
         counted = params if scope.counted is None else scope.counted
-        norm = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
+        grads = [p.grad for p in counted if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads if self.norms is None else self.norms)
         total = scope.over_shards(norm.double().square()).sqrt().to(norm.dtype)
-        nn.utils.clip_grads_with_norm_(params, bound, total)
+        if self.norms is None:
+            nn.utils.clip_grads_with_norm_(params, bound, total)
+        else:
+            self._total_norm = total
+
+    def clip_by_norm(self, params: list[nn.Parameter]) -> None:
+        """Clip gradients that have come to their parameters; `prepare` has had their `norms`."""
+        if self.clip_norm is not None and self._total_norm is not None:
+            nn.utils.clip_grads_with_norm_(params, self.clip_norm, self._total_norm)
 
 
 def make_optimizer(

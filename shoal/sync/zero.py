@@ -28,15 +28,18 @@ from torch import Tensor, nn
 
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
+from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
+from shoal.replica.host_memory import HostCopies, host_zeros
 from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules import buffer_layout
 from shoal.schedules.buffer_layout import held_shards
 from shoal.strategy.sync_terms import Zero
 from shoal.sync import CountedSync, Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
+from shoal.sync.host_state import HostState
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.sync.optimizer_step import GradNorm
@@ -51,10 +54,13 @@ class ShardedUpdate:
     In elastic runs each shard is updated by its owner and by the ranks that hold a copy of it.
     """
 
-    def __init__(self, replica: Replica, copies: int | None = None):
+    def __init__(self, replica: Replica, copies: int | None = None, offload: bool = False):
         """`copies` of each shard, in elastic runs."""
         self.flat = replica.flat
         self.update = replica.update
+        self.host: HostState | None = None
+        if offload:
+            self.host = HostState(self.flat, self.update, offloaded_chunks(self.flat, replica))
         self.movable: MovableShards | None = None
         if copies is not None:
             self.movable = MovableShards(self.flat, self.update, replica.group, copies)
@@ -90,6 +96,12 @@ class ShardedUpdate:
             self.update.apply()
             self.flat.zero_grad()
         self.spread()
+
+    def host_tensors(self) -> list[Tensor]:
+        if self.host is None:
+            return []
+        shard = [self.flat.shard_data] if isinstance(self.flat, ShardedParams) else []
+        return [*shard, *self.host.tensors()]
 
     def spread(self) -> None:
         if isinstance(self.flat, ShardedParams):
@@ -131,6 +143,7 @@ class ExactZero(ExactReduce):
     ):
         self.sharded = sharded
         self.movable = sharded.movable
+        self.load_optimizer = None if sharded.host is None else sharded.host.load
         self._gathered = ExitStack()
         super().__init__(replica, microbatches, bucket_bytes)
 
@@ -155,6 +168,9 @@ class ExactZero(ExactReduce):
 
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def host_tensors(self) -> list[Tensor]:
+        return self.sharded.host_tensors()
 
 
 class _Sent(NamedTuple):
@@ -183,7 +199,12 @@ class ZeroReduce(CountedSync):
         self._bucket_bytes = bucket_bytes
         self.sharded = sharded
         self.movable = sharded.movable
+        self.load_optimizer = None if sharded.host is None else sharded.host.load
         self.every_microbatch = stage > 1
+        self._host = sharded.host if stage > 1 else None  # where gradients are kept
+        self._down = HostCopies(self.flat.device)
+        self._kept_on_host: dict[int, Tensor] = {}  # by the start of a bucket
+        self._norms: dict[int, Tensor] = {}
         self._gathering = self.flat.group if isinstance(self.flat, ShardedParams) else None
         self.regroup()
 
@@ -247,6 +268,7 @@ class ZeroReduce(CountedSync):
     def collect(self) -> None:
         while self._sent:
             self._settle_first()
+        self._down.end()
         for work, head in self._heads:
             (work or self.group.all_reduce(head)).wait()
         self._head = torch.stack([head for _, head in self._heads]).sum(0)
@@ -258,7 +280,12 @@ class ZeroReduce(CountedSync):
         for bucket in itertools.chain(self._own_buckets, *self._copied_buckets):
             for i in self.flat.params_in(bucket):
                 grad = self.flat.view(i, self._kept[bucket.start], bucket.start)
-                self.flat.params[i].grad = grad if arrived[i] > 0 else None
+                if arrived[i] and self._host is not None and not self.shows_gradients:
+                    self._host.gradients[i] = grad
+                else:
+                    self.flat.params[i].grad = grad.to(self.flat.device) if arrived[i] > 0 else None
+        if self._host is not None and self.update.clip_norm is not None:
+            self.update.norms = [self._norms[i] for i in sorted(self._host.gradients)]
         self.traffic.steps += 1
 
     def loss(self, local_loss: Tensor) -> Tensor:
@@ -266,7 +293,11 @@ class ZeroReduce(CountedSync):
 
     def gradient_tensors(self) -> list[Tensor]:
         filling = [] if self._memory is None else [self._memory]
-        return [*self._kept.values(), *filling, *(sent.memory for sent in self._sent)]
+        kept = self._kept.values() if self._host is None else []
+        return [*kept, *filling, *self._down.kept, *(sent.memory for sent in self._sent)]
+
+    def host_tensors(self) -> list[Tensor]:
+        return [*self.sharded.host_tensors(), *self._kept_on_host.values()]
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
@@ -297,10 +328,37 @@ class ZeroReduce(CountedSync):
         """Wait for the bucket that is on its way longest; add up what came to its owner."""
         work, bucket, memory = self._sent.popleft()
         (work or self._send(bucket, memory)).wait()
-        if self._owner[bucket.start] == self.group.rank:
-            total = self._kept.setdefault(bucket.start, memory)
-            if total is not memory:
-                total.add_(memory)
+        if self._owner[bucket.start] != self.group.rank:
+            return
+        if self._host is not None:
+            self._take_down(bucket, memory)
+            return
+        total = self._kept.setdefault(bucket.start, memory)
+        if total is not memory:
+            total.add_(memory)
+
+    def _take_down(self, bucket: slice, memory: Tensor) -> None:
+        """Add the gradients of a bucket to those in the host's memory, beside backward."""
+        start = bucket.start
+        if start not in self._kept_on_host:
+            zeros = host_zeros(memory.numel(), memory.dtype, memory.device)
+            self._kept_on_host[start] = zeros
+        with self._down.beside():
+            if start in self._kept:
+                memory.add_(self._kept[start].to(memory.device, non_blocking=True))
+            if self.update.clip_norm is not None:
+                members = self.flat.params_in(bucket)
+                grads = [self.flat.view(i, memory, start) for i in members]
+                self._norms.update(zip(members, torch._foreach_norm(grads), strict=True))
+            self._kept[start] = self._kept_on_host[start].copy_(memory, non_blocking=True)
+        self._down.keep([memory])
+
+
+def offloaded_chunks(flat: FlatParams, replica: Replica) -> list[slice]:
+    """What is updated at a time of this rank's shard, first to last."""
+    ranks = replica.group.size
+    bucket_bytes = buffer_layout.sharded_bucket_bytes(flat.size * flat.width, ranks)
+    return flat.buckets(bucket_bytes, within=flat.shards(ranks)[replica.group.rank])
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
@@ -321,13 +379,26 @@ class ZeroPlan(SyncPlan[Zero]):
     can_be_exact = True
 
     def shards_parameters(self, replicas: int) -> bool:
-        return self.term.stage == 3 and (replicas > 1 or self.term.elastic)
+        return self.term.stage == 3 and (replicas > 1 or self.term.elastic or self.term.offload)
+
+    def materialize(
+        self, model: nn.Module, dp: Group, device: torch.device, is_split: bool = False
+    ) -> DeferredInit:
+        """With offload the device has no room for parameters and a buffer of all of them."""
+        if is_split or not self.term.offload or self.shards_parameters(dp.size):
+            return super().materialize(model, dp, device, is_split)
+        deferred = DeferredInit(model)
+        deferred.fill_all(model)
+        return deferred
 
     def layout(
         self, shard: ReplicaShard, dp: Group, device: torch.device, deferred: DeferredInit
     ) -> FlatParams:
         if not self.shards_parameters(dp.size):
-            return super().layout(shard, dp, device, deferred)
+            whole = FlatParams(shard.named, device)
+            if self.term.offload and shard.compute_module is None:
+                move_untrained(shard.model, whole, device)
+            return whole
         flat = ShardedParams(
             shard.model,
             dp,
@@ -336,6 +407,7 @@ class ZeroPlan(SyncPlan[Zero]):
             shard.named,
             shard.compute_module,
             self.term.shard_copies,
+            self.term.offload,
         )
         if shard.compute_module is None:  # else it is on the device, and the rest has no memory
             move_untrained(shard.model, flat, device)
@@ -377,7 +449,7 @@ class ZeroPlan(SyncPlan[Zero]):
 
     @property
     def _may_share(self) -> bool:
-        return self.term.stage < 3 and not self.term.elastic
+        return self.term.stage < 3 and not self.term.elastic and not self.term.offload
 
     def build(self, replica: Replica) -> Sync:
         if self._may_share and replica.exact_microbatches is None:
@@ -385,12 +457,27 @@ class ZeroPlan(SyncPlan[Zero]):
             shared = build_shared(replica, buckets, self.term.shared_weights)
             if shared is not None:
                 return shared
-        sharded = ShardedUpdate(replica, self.term.copies if self.term.elastic else None)
+        if self.term.offload:
+            self._check_offload(replica)
+        copies = self.term.copies if self.term.elastic else None
+        sharded = ShardedUpdate(replica, copies, self.term.offload)
         if replica.exact_microbatches is not None:
             return ExactZero(
                 replica, replica.exact_microbatches, buffer_layout.DEFAULT_BUCKET_BYTES, sharded
             )
         return ZeroReduce(replica, self.term.stage, sharded)
+
+    def _check_offload(self, replica: Replica) -> None:
+        update = replica.update
+        if self.term.stage == 1 or replica.exact_microbatches is not None:
+            return
+        is_clipped = update.clip_norm is not None and update.grad_norm.over_replica is not None
+        if is_clipped or update.scaler is not None:
+            what = "clip_norm of a split model" if is_clipped else 'fp16 and on_nan="skip"'
+            raise BadInput(
+                f"{what} needs all gradients on the device, and {self.term} keeps them in the "
+                f"host's memory: take {replace(self.term, stage=1)}"
+            )
 
 
 def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:

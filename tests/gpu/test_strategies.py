@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 
 ON_ANY = (
     *("ddp", "zero(1)", "zero(2)", "zero(3)", 'ps(placement="rank0")', 'ps(placement="workers")'),
+    *("zero(1, offload=True)", "zero(2, offload=True)", "zero(3, offload=True)"),
     *("localsgd(every=1)", 'mapreduce(batch="mini")', 'gossip(graph="complete")'),
 )
 ON_2 = (

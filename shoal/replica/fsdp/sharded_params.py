@@ -39,6 +39,7 @@ from shoal.replica.fsdp.unit_gather import (
     in_backward,
     wrap_modules,
 )
+from shoal.replica.host_memory import HostCopies, host_zeros
 from shoal.replica.split.state_dicts import refuse_released
 from shoal.schedules.buffer_layout import held_shards
 
@@ -344,9 +345,12 @@ class ShardedParams(FlatParams):
         named: Sequence[tuple[str, nn.Parameter]] | None = None,
         stage: nn.Module | None = None,
         copies: int = 0,
+        offload: bool = False,
     ):
-        """`copies`: on how many ranks a shard is, besides its owner."""
+        """`copies`: on how many ranks a shard is, besides its owner; `offload`: in host memory."""
         self.model = model
+        self.offload = offload
+        self.host_copies = HostCopies(device)
         self.copies = copies
         self._target_device = device
         self.group: Group = group.duplicate()
@@ -377,6 +381,23 @@ class ShardedParams(FlatParams):
         """Whether a parameter is in this rank's shard, or in one that it has a copy of."""
         return self.held.owners[i] in self.held.shards
 
+    def is_resident(self, i: int) -> bool:
+        """Whether a parameter is on the device when it is not gathered."""
+        return self.is_held(i) and not self.offload
+
+    @contextmanager
+    def held_params(self) -> Iterator[None]:
+        if not self.offload:
+            yield
+            return
+        for i in self.held.params:
+            self.params[i].data = self.held_view(i)
+        try:
+            yield
+        finally:
+            for i in self.held.params:
+                self.reshard_param(i)
+
     def reshard(self) -> None:
         """Release everything that was gathered."""
         self.unit_gather.reshard_all()
@@ -386,7 +407,9 @@ class ShardedParams(FlatParams):
         self.reshard()
         here = only is None or only == self.group.rank
         if here:
-            self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            # for one rank they are gathered to be saved
+            device = self.device if only is None else self.shard_data.device
+            self.data = torch.zeros(self.size, dtype=self.dtype, device=device)
         self._gather_on(only)
         if here:
             for i, p in enumerate(self.params):
@@ -413,7 +436,7 @@ class ShardedParams(FlatParams):
 
     def reshard_param(self, i: int) -> None:
         p = self.params[i]
-        p.data = self.held_view(i) if self.is_held(i) else self._nan.expand(p.shape)
+        p.data = self.held_view(i) if self.is_resident(i) else self._nan.expand(p.shape)
 
     def held_view(self, i: int) -> Tensor:
         """A parameter of a shard that this rank holds."""
@@ -433,9 +456,12 @@ class ShardedParams(FlatParams):
 
     def _move(self) -> Tensor:
         """Take over this rank's shard, module by module, as rank 0 has it."""
-        self.device = self._target_device
+        self.device = device = self._target_device
         self.held = HeldShards(self, self.group.rank, self.group.size, self.copies)
-        self.shard_data = torch.zeros(self.held.size, dtype=self.dtype, device=self.device)
+        size = self.held.size
+        self.shard_data = torch.zeros(0 if self.offload else size, dtype=self.dtype, device=device)
+        if self.offload:
+            self.shard_data = host_zeros(size, self.dtype, device)
         self._nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
         index_of = {id(p): i for i, p in enumerate(self.params)}
         for module in self.model.modules():

@@ -10,6 +10,7 @@ that is still held elsewhere stays valid.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -208,10 +209,18 @@ class UnitGather:
         if unit.is_requested:
             return
         unit.is_requested = True
+        flat = self._flat
         for run in unit.runs:
-            if not self._flat.is_held(run.members[0]):
-                run.memory = self._flat.shard_data.new_empty(run.where.stop - run.where.start)
-            unit.works.append(self._flat.group.broadcast(self.memory_of(run), root=run.owner))
+            if not flat.is_resident(run.members[0]):
+                numel = run.where.stop - run.where.start
+                run.memory = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+        with flat.host_copies.beside() if flat.offload else nullcontext():
+            for run in unit.runs:
+                if run.memory is not None and flat.is_held(run.members[0]):
+                    run.memory.copy_(flat.shard_view(run.where), non_blocking=True)
+                unit.works.append(flat.group.broadcast(self.memory_of(run), root=run.owner))
+        if flat.offload:
+            unit.works.append(flat.host_copies.begun())
 
     def _wait(self, number: int, unit: Unit) -> None:
         _wait_all(unit)

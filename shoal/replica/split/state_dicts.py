@@ -37,7 +37,7 @@ def refuse_released(model: nn.Module, flat: ShardedParams) -> None:
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         for p in module._parameters.values():
             i = index_of.get(id(p))
-            is_released = i is not None and not flat.is_full and not flat.is_held(i)
+            is_released = i is not None and not flat.is_full and not flat.is_resident(i)
             if i is not None and is_released and not _reads():
                 raise BadInput(
                     f"state_dict() has no values of {flat.named[i][0]} here, since zero(3) keeps "

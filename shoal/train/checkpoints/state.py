@@ -167,9 +167,11 @@ class FittingState:
         for embedding, rows in zip(step.embeddings, self.tables, strict=True):
             embedding.load_state(rows, saved.tables[embedding.spec.name])
         if step.saves_model:
-            copy_into(step.model, self.model)
+            with step.flat.held_params():
+                copy_into(step.model, self.model)
         if self.optimizer is not None:
-            step.update.optimizer.load_state_dict(self.optimizer)
+            load = step.sync.load_optimizer or step.update.optimizer.load_state_dict
+            load(self.optimizer)
             own_state(step.update.optimizer)
         step.steps = step.update.steps = saved.steps
         if step.update.schedule is not None:

@@ -25,6 +25,7 @@ class LoopPart:
     def __init__(self, step: Step):
         self.step = step
         step.is_own_loop = True
+        step.sync.shows_gradients = True
         self.sync = step.sync
         self.flat = step.flat
         self.params: Sequence[nn.Parameter] = step.flat.params

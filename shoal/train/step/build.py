@@ -22,7 +22,7 @@ from shoal.replica.flat_params import real_view
 from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.optimizers import LooksAt, looks_at, refuse
 from shoal.replica.split.shard import ReplicaShard
-from shoal.sync import Ownership, Replica, Sync
+from shoal.sync import Ownership, Replica, Sync, plan_for
 from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep, SharedGradScaler
 from shoal.train.step.cut_batch import BatchCutter
 from shoal.train.step.options import StepFunctions, StepOptions
@@ -127,7 +127,7 @@ def _compiler_of(
             "compile=True, in place of torch.compile(model)"
         )
     term = strategy.sync_for(context.mesh.dp.size)
-    gathers = context.has_replicas and term.with_whole_parameters() != term
+    gathers = plan_for(term).shards_parameters(context.mesh.dp.size)
     if options.exact and (gathers or context.mesh.pp.size > 1):
         raise BadInput(
             f"exact=True has the bits of one worker, and {strategy} compiles parts of the model, "

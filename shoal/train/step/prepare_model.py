@@ -49,7 +49,7 @@ _COMPARED = 1023  # lines that describe a model, each by itself; the others as o
 def check_modules(model: nn.Module, term: SyncTerm, context: StepContext) -> None:
     """Refuse what the strategy cannot train, where it replaces layers or parameters."""
     strategy = context.strategy
-    is_sharded = context.has_replicas and term.with_whole_parameters() != term
+    is_sharded = plan_for(term).shards_parameters(context.mesh.dp.size)
     is_changed = is_sharded or context.is_split
     for name, module in model.named_modules():
         name = name or "the model"
