@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.segments import simulate_in_segments
 from shoal.cluster import Cluster
-from shoal.plan.simulator.messages import Routes
+from shoal.plan.contention.messages import Routes
 from shoal.schedules.collectives import Collective, segments_for
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce

@@ -26,7 +26,7 @@ from benchmarks.harness import say
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.examples import clicks, digits, gpt
-from shoal.plan.simulator.step_tasks import StepWork, Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, rehearse
 from shoal.replica.peer_sum import mix
@@ -194,7 +194,7 @@ def rehearsed(case: Case, data: Dataset[Any], strategy: str, workers: int, steps
 
     limit = WARM_UP + steps
     rows = max(1, case.batch_size // workers)
-    times = WorkerTimes(rows, StepWork((0.004,), (0.008,), (0.004,)), 0.001, 0.0005)
+    times = WorkerTimes(rows, (0.004,), (0.008,), (0.004,), 0.001, 0.0005)
     spec = RehearsalSpec(as_strategy(strategy), workers, load_cluster(CLUSTER), times, Unevenness())
     rehearse(train, spec)
     first, last = sorted(moments)[WARM_UP - 1], max(moments)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.plan.simulator.messages import MessageNetwork, MessageTable, Routes, message_table
+from shoal.plan.contention.messages import MessageNetwork, MessageTable, Routes, message_table
 from shoal.schedules.collectives import Collective
 
 

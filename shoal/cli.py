@@ -47,7 +47,6 @@ COMMANDS = {
     "rehearse": "rehearse.rehearse",
     "report": "report.report",
     "predict": "predict.predict",
-    "simulate": "simulate.simulate",
     "plan": "plan.plan",
     "cluster": "cluster.app",
     "collectives": "collectives.app",
@@ -130,6 +129,9 @@ _INTERRUPTED = 130  # what a command returns after Ctrl-C
 def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in words if word != "--"), "")
+    if first == "simulate":
+        say("there is no shoal simulate: use shoal predict, or shoal rehearse")
+        sys.exit(2)
     app = build_app([first]) if first in COMMANDS else build_app((), COMMANDS)
     run_app(app, "shoal", words)
 

@@ -26,7 +26,12 @@ from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
-from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
+from shoal.plan.contention.collectives import (
+    AT_RANDOM,
+    ClusterNetwork,
+    ContendedPrice,
+    explain_racks,
+)
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link, Price, price_all
 from shoal.schedules.collectives.draw import animated_svg, draw

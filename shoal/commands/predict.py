@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from rich.table import Table
 
@@ -14,28 +12,28 @@ from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.goodput import FailureOptions, goodput_parts
-from shoal.commands.launching import check_folder, strategy_for
+from shoal.commands.launching import strategy_for
 from shoal.commands.options import option
 from shoal.commands.output import Part, bold, plain_table, show
 from shoal.commands.subject import (
+    LOST_WORKERS,
     SLOW_WORKERS,
     PredictedStepOptions,
     Subject,
     SubjectOptions,
     slow_workers,
+    workers_at,
 )
 from shoal.errors import BadInput, StrategyError
-from shoal.observe.time_shares import write_chrome
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
 from shoal.plan.predict import PlanSettings, Predictor, folded
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
-from shoal.plan.simulator.step_tasks import Unevenness
-from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
+from shoal.plan.step.slow_workers import without
 from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
-from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
 _MOST_WORKERS = 10_000_000
 _NO_TIME = Device("any", math.inf, 1e30, {"fp32": 1e30})  # for what is sent alone
@@ -71,14 +69,11 @@ def predict(
     numbers: options.WorkerNumbers = "1",
     strategy: options.Strategy = None,
     slow: list[str] | None = SLOW_WORKERS,
+    lost: list[str] | None = LOST_WORKERS,
     fold_ep: bool = option(
         "Ranks of tp hold whole experts, and ep counts them, too.", False, "--fold-ep"
     ),
     order: str = option("Of ranks: shoal, or megatron (replicas inside of stages).", "shoal"),
-    simulate: bool = option("Also simulate the step, message by message.", False, "--simulate"),
-    trace: Path | None = option(
-        "Simulate, and write the timeline as a Chrome trace here.", None, "--trace"
-    ),
     as_json: options.Json = False,
 ) -> None:
     """Predict how long a training step takes, and how much memory it needs.
@@ -88,7 +83,6 @@ def predict(
     trained. With --network alone, the time is that of gradients on the wire; name the --cluster,
     also this-machine, for what the step computes.
     """
-    check_folder(trace, "a trace")
     if order not in _ORDERS:
         raise BadInput(f"--order is {' or '.join(_ORDERS)}, not {order!r}")
     several = options.parse_counts("-n", numbers, _MOST_WORKERS)
@@ -103,14 +97,12 @@ def predict(
     subject = asked.subject(workers)
     settings = replace(of_step.on(asked.settings(subject.batch)), fold_ep=fold_ep)
     hardware, failures = failing.on(asked.hardware(workers), workers)
-    simulate |= trace is not None
-    if simulate and (len(several) > 1 or order != "shoal"):
-        raise BadInput("--simulate and --trace need one number of workers, in Shoal's order")
     link, workload = asked.link(), subject.workload
-    only_wire = link is not None and asked.cluster is None and not simulate
+    only_wire = link is not None and asked.cluster is None
     if only_wire:
         hardware = Cluster("network", _NO_TIME, Node(1, nic=link), workers)
-    for name, is_given in (("--mtbf", failing != FailureOptions()), ("--slow", bool(slow))):
+    of_one = {"--mtbf": failing != FailureOptions(), "--slow": slow, "--lost": lost}
+    for name, is_given in of_one.items():
         if is_given and (only_wire or len(several) > 1):
             raise BadInput(f"{name} needs one number of workers, and a --cluster")
     if only_wire or len(several) > 1:
@@ -122,27 +114,26 @@ def predict(
         return _show_several(found, subject, as_json)
     (value,) = values
     slower = tuple(sorted(slow_workers(slow or (), hardware, workers).items()))
+    layout = value.layout(workers)
+    if lost:
+        gone = {one for text in lost for one in workers_at(text, "--lost", hardware, workers)}
+        layout, slower = without(gone, layout, slower, _ORDERS[order])
     settings = replace(settings, failures=failures, slow=slower)
-    prediction = _advised(Predictor(workload, hardware, _ORDERS[order]), value, workers, settings)
+    predictor = Predictor(workload, hardware, _ORDERS[order])
+    prediction = _advised(predictor, value, layout, settings)
     link = link or (hardware.node.nic if hardware.nodes > 1 else hardware.node.fabric)
-    traffic = gradient_traffic(workload, value.layout(workers).replicas, link)
+    traffic = gradient_traffic(workload, layout.replicas, link)
     document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
     parts = _parts(prediction, workload, traffic)
-    if simulate:
-        simulated = simulate_strategy(
-            workload, hardware, value, workers, settings, Unevenness(slow=dict(slower))
-        )
-        document["simulated_s"] = simulated.step_s
-        parts += _simulated_parts(simulated, prediction, trace)
     if prediction.goodput is not None:
         parts += goodput_parts(prediction.goodput, hardware)
     show(document, parts, as_json, wraps=True)
 
 
 def _advised(
-    predictor: Predictor, value: Strategy, workers: int, settings: PlanSettings
+    predictor: Predictor, value: Strategy, layout: Layout, settings: PlanSettings
 ) -> Prediction:
-    prediction = predictor.predict(value, workers, settings)
+    prediction = predictor.predict(value, layout.workers, settings, layout)
     advice = smaller_micro_batches(predictor, value, prediction, settings)
     return replace(prediction, notes=(*prediction.notes, advice)) if advice else prediction
 
@@ -161,18 +152,6 @@ def _show_wire(found: list[Prediction], said: list[str], name: str, as_json: boo
     parts.append("computing is not counted: name its devices, --cluster this-machine or a preset")
     several = {"model": name, "predictions": documents}
     show(documents[0] if len(found) == 1 else several, parts, as_json, wraps=True)
-
-
-def _simulated_parts(
-    simulated: SimulatedStep, prediction: Prediction, trace: Path | None
-) -> Iterator[str]:
-    more = simulated.step_s / prediction.step_s - 1
-    yield (
-        f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
-        f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
-    )
-    if trace is not None:
-        yield write_chrome(simulated.run.spans_by_rank, trace)
 
 
 def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> None:

@@ -40,7 +40,7 @@ from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
 from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.profile import profiled
-from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.runtime.faults import read_kills, read_slow
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
@@ -131,8 +131,8 @@ def rehearse(
         names = ["single", *names]  # on one worker, for the others to be compared with
     if workers > _MOST_WORKERS:
         raise BadInput(
-            f"a rehearsal computes the gradients of each worker, of {_MOST_WORKERS:,} at most; "
-            "shoal simulate says how long a step of more takes"
+            f"a rehearsal runs {_MOST_WORKERS:,} workers at most; shoal predict says how long a "
+            "step of more takes"
         )
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)

@@ -48,12 +48,16 @@ SLOW_WORKERS = option(
     "Slow workers down: 7:3x makes worker 7 three times slower, node:2:3x and "
     "rack:3:2x all of a node or rack; repeatable."
 )
+LOST_WORKERS = option(
+    "Leave a worker out: 12, or all of node:2 or rack:3, with what is left of their replicas; the "
+    "others do the whole batch. Repeatable."
+)
 _NETWORK_ALPHA_S = 5e-6
 
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The options that `shoal plan`, `predict` and `simulate` share."""
+    """The options that `shoal plan` and `predict` share."""
 
     model: str | None = argument(
         "A script that calls shoal.run, an example, or a transformer such as gpt-3.",
@@ -149,7 +153,7 @@ class SubjectOptions:
 
 @dataclass(frozen=True)
 class PredictedStepOptions:
-    """The options of `predict` and `simulate` about one step; `plan` tries what there is."""
+    """The options of `predict` about one step; `plan` tries what there is."""
 
     recompute: str = option(
         "Of activations: none, selective, full, or operations: norm, qkv, attention, up, "

@@ -15,7 +15,7 @@ from shoal.plan.accuracy import kind_of, range_of, what_was_seen
 from shoal.plan.goodput import Failures, elastic_term, goodput_of
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
-from shoal.plan.step.slow_workers import SlowWorkers, slowed
+from shoal.plan.step.slow_workers import SlowWorkers, slow_replicas
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
 from shoal.plan.sync_price import SyncPrice, SyncQuestion, Zero3
 from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
@@ -169,13 +169,9 @@ class Predictor:
         term = strategy.sync_for(layout.replicas)
         resolved = _resolve(self.workload, strategy, (layout, term), settings)
         pricer = self.pricer(workers, settings.program)
-        key = (resolved, settings.overlap, settings.zero3_of, settings.slow)
+        key = (resolved, settings.overlap, settings.zero3_of)
         if key not in self._asked:  # all ways to agree ask the same
             replica = pricer.price(*resolved)
-            if settings.slow:
-                _check_lockstep(strategy, term)
-                _, _, count, shape = resolved
-                replica = slowed(replica, layout, count, shape, settings.slow, self._order)
             self._asked[key] = (replica, self.question(pricer, resolved, replica, settings))
         replica, question = self._asked[key]
         sync = price_of(term, question)
@@ -183,7 +179,8 @@ class Predictor:
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)
         if settings.slow:
-            parts += (_waiting_part(replica, (*sync.parts, *fixed), settings.slow),)
+            more_s = self._slow_s(pricer, resolved, term, settings)
+            parts += (Part("slow workers", more_s, "the slowest worker"),)
         turns = batches_in_turns(layout, term)
         if turns > 1:  # each step of all replicas is so many batches
             parts = tuple(part._replace(seconds=part.seconds / turns) for part in parts)
@@ -218,6 +215,25 @@ class Predictor:
             way = (elastic, other) if other.fits else None
         asked = (settings.failures, self.cluster, self._checkpoint_bytes)
         return replace(found, goodput=goodput_of(*asked, found, way))
+
+    def _slow_s(
+        self, pricer: ReplicaPricer, resolved: ResolvedStep, term: SyncTerm, settings: PlanSettings
+    ) -> float:
+        """How much longer a step is than where no worker is slow."""
+        even, question = self._asked[resolved, settings.overlap, settings.zero3_of]
+        layout, _, microbatches, shape = resolved
+        parts = price_of(term, question).parts
+        behind_s = resolved.fixed_s(pricer.cluster.device)  # what a worker does behind its passes
+        behind_s += sum(part.seconds for part in parts if part[::2] == ("update", "memory"))
+        slow = slow_replicas(even, layout, microbatches, shape, settings.slow, self._order)
+        late_s = [one.price.seconds - even.seconds + (one.factor - 1) * behind_s for one in slow]
+        more_s = 0.0
+        if term.lockstep or term.meets_every:  # all wait for the slowest
+            more_s = max(late_s, default=0.0)
+            slowest = max([even, *(one.price for one in slow)], key=lambda one: one.seconds)
+            question = self.question(pricer, resolved, slowest, settings)
+        slower = price_of(term, replace(question, late_s=tuple(late_s))).parts
+        return more_s + sum(p.seconds for p in slower) - sum(p.seconds for p in parts)
 
     @cached_property
     def _checkpoint_bytes(self) -> float:
@@ -315,22 +331,6 @@ def folded(strategy: Strategy) -> Strategy:
     if ep is None or tp is None or ep.size % tp.size or ep.size == tp.size:
         raise BadInput(f"--fold-ep: {strategy} has no ep that is a multiple of its tp")
     return replace(strategy, ep=replace(ep, size=ep.size // tp.size))
-
-
-def _check_lockstep(strategy: Strategy, term: SyncTerm) -> None:
-    if not term.lockstep:
-        raise BadInput(
-            f"--slow: workers of {strategy} do not wait for each other in every step, which is not "
-            "predicted where some of them are slower: shoal rehearse --slow has it"
-        )
-
-
-def _waiting_part(replica: ReplicaPrice, others: tuple[Part, ...], slow: SlowWorkers) -> Part:
-    """The replica's stages, and behind them the update and the host of the slowest worker."""
-    behind_s = sum(part.seconds for part in others if part.name in ("update", "fixed"))
-    more_s = (max(factor for _, factor in slow) - 1) * behind_s
-    more_s += replica.seconds - sum(part.seconds for part in replica.parts)
-    return Part("slow workers", more_s, "the slowest worker")
 
 
 def batches_in_turns(layout: Layout, term: SyncTerm) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.comm.executors.hierarchical.tcp_links import LINK, LONG_BYTES
-from shoal.plan.simulator.messages import MessageNetwork, Routes, message_table
+from shoal.plan.contention.messages import MessageNetwork, Routes, message_table
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.catalog import build

@@ -15,9 +15,9 @@ import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
-from shoal.plan.simulator.step_tasks import StepWork, Unevenness
-from shoal.plan.simulator.strategies import work_of
+from shoal.plan.predict import PlanSettings, Predictor, resolve_step
+from shoal.plan.step.slow_workers import Unevenness
+from shoal.plan.step.step_price import weights_of
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
 from shoal.rehearse.virtual_time import VirtualTime
@@ -33,7 +33,9 @@ class WorkerTimes:
     """Seconds of one worker alone: for `rows` samples by stage, and for an update."""
 
     rows: int
-    work: StepWork
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]  # the whole backward
+    weight_s: tuple[float, ...]  # the part of it that makes the gradients of weights
     update_s: float
     apply_s: float = 0.0  # of a server, for an update of its shard
     ready: Sequence[tuple[float, float]] = ()  # parameters that are done, and backward then
@@ -44,10 +46,10 @@ class WorkerTimes:
         return float(np.interp(done, known[:, 0], known[:, 1]))
 
     def seconds(self, kind: str, detail: str, stage: int) -> float:
-        weight_s = self.work.weight_s[stage]
+        weight_s = self.weight_s[stage]
         if kind == "backward":  # I of a zero-bubble schedule: gradients of inputs alone
-            return self.work.backward_s[stage] - (weight_s if detail.startswith("I") else 0.0)
-        return {"forward": self.work.forward_s[stage], "weight gradient": weight_s}[kind]
+            return self.backward_s[stage] - (weight_s if detail.startswith("I") else 0.0)
+        return {"forward": self.forward_s[stage], "weight gradient": weight_s}[kind]
 
 
 def step_times(
@@ -60,16 +62,19 @@ def step_times(
     resolved = resolve_step(workload, strategy, workers, settings)
     term: Any = strategy.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings)
-    way = price_of(term, question).agreeing.way
-    work = work_of(pricer, resolved, question, way, has_messages=False)
-    serves = way == "servers"
-    updates_here = not serves or term.update == "worker"
-    fixed_s = resolved.fixed_s(pricer.cluster.device)
+    table, stages = pricer.dealt(resolved.layout, resolved.split, resolved.shape)
+    backward_s = [time.backward.seconds + time.recompute.seconds for time in table.times]
+    update_s = resolved.fixed_s(pricer.cluster.device)
+    if not term.has_servers or term.update == "worker":
+        share = 1 / question.replicas if term.shards_state else 1.0
+        update_s += question.update_part(share).seconds
     return WorkerTimes(
-        resolved.split.microbatch,
-        work,
-        work.update_s if updates_here else fixed_s,
-        Serving(term, question).update_s() if serves else 0.0,
+        rows=resolved.split.microbatch,
+        forward_s=tuple(weights_of(stages, [time.forward.seconds for time in table.times])),
+        backward_s=tuple(weights_of(stages, backward_s)),
+        weight_s=tuple(weights_of(stages, [time.weight_s for time in table.times])),
+        update_s=update_s,
+        apply_s=Serving(term, question).update_s() if term.has_servers else 0.0,
     )
 
 

@@ -30,7 +30,7 @@ from shoal.launch.here.supervisor import SignalEvents, Supervisor
 from shoal.launch.losses.failures import add_line_of_script, report_failure, why_too_late
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, tolerance_of
-from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.protocol.endpoint import replaced_sockets
 from shoal.rehearse.executor import Virtual, VirtualElasticGroup, VirtualRanks
 from shoal.rehearse.losses import Loss, Losses

@@ -168,7 +168,7 @@ def test_a_cluster_grows_with_the_workers_and_this_is_told() -> None:
         (("--kill", "host:1@2"), "host:0@5min, not 'host:1@2'"),
         (("--kill", "host:7@2s"), "there is no host 7 to be lost: the run has 1 host"),
         (("--mtbf", "soon"), "is not a time"),
-        (("-n", "100000"), "shoal simulate"),
+        (("-n", "100000"), "shoal predict"),
         (("--cluster", "no-such"), "no-such"),
         (("--cluster", "no/such.toml"), "no/such.toml"),
         (("-n", "0"), "Invalid value for '--workers'"),

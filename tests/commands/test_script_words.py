@@ -37,7 +37,7 @@ def parsed(line: str) -> dict[str, Any]:
 
 
 OWN = "--workers 4 --seed 7 -n 2 -s ddp --device=cpu --checkpoint=c --timeout 3 --json --help"
-COMMANDS = ("run", "compare", "memory", "plan", "predict", "simulate", "submit", "verify", "scale")
+COMMANDS = ("run", "compare", "memory", "plan", "predict", "submit", "verify", "scale")
 LINES = [
     *(f"{name} -n 3 train.py" for name in (*COMMANDS, "rehearse")),
     *("train -n 3 digits", "eval -n 3 saved train.py", "explain -n 3 pp(2) train.py"),

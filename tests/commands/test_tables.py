@@ -158,7 +158,6 @@ COMMANDS = [
     "predict gpt-2 --cluster dgx-h100 -n 1,2,4,8",
     "predict gpt-2 --cluster dgx-h100 -n 8",
     "predict gpt-2 --cluster dgx-h100 -n 64 -s zero(3) --node-mtbf 5000h",
-    "simulate gpt-2 --cluster dgx-h100 -n 8",
 ]
 
 

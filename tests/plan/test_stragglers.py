@@ -12,9 +12,9 @@ import pytest
 from shoal.cluster import Noise
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
-from shoal.plan.predict import PlanSettings, Predictor, predict
-from shoal.plan.simulator.step_tasks import Unevenness
-from shoal.plan.simulator.strategies import simulate_strategy
+from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
+from shoal.plan.step.slow_workers import without
 from shoal.plan.step.stragglers import (
     Floats,
     expected_max,
@@ -123,31 +123,79 @@ def test_asynchronous_workers_go_at_their_pace_until_servers_are_busy(service_s:
     assert queue_cycle_s(8, 1.0, service_s) >= max(1 + service_s, 8 * service_s)
 
 
-@pytest.mark.parametrize("strategy", ["ddp + tp(2)", "ddp + pp(2)", "ddp"])
+WORKLOAD = transformer_named("layers=8,hidden=2048,heads=16")
+USUAL = PlanSettings(64, microbatch=2)
+QUIET = replace(load_cluster("dgx-a100").of_size(8), noise=Noise())
+APART = replace(QUIET, node=replace(QUIET.node, devices=1), nodes=8)  # where no host is shared
+PREDICTOR, BETWEEN_HOSTS = Predictor(WORKLOAD, QUIET), Predictor(WORKLOAD, APART)
+
+
+def step_s(
+    strategy: str, *slow: tuple[int, float], on: Predictor = PREDICTOR, **settings: int
+) -> float:
+    asked = replace(USUAL, slow=slow, **settings)
+    return on.predict(as_strategy(strategy), 8, asked).step_s
+
+
+@pytest.mark.parametrize("strategy", ["ddp + tp(2)", "ddp + pp(2)", "ddp", "localsgd(every=4)"])
 def test_a_slow_worker_holds_up_its_stage_and_all_others(strategy: str) -> None:
-    """As a simulation of the same step, and as if all workers of its stage were slow."""
-    workload = transformer_named("layers=8,hidden=2048,heads=16")
-    cluster = replace(load_cluster("dgx-a100").of_size(8), noise=Noise())
-    usual = PlanSettings(64, microbatch=2)
-    predictor = Predictor(workload, cluster)
-    value = as_strategy(strategy)
-
-    def step_s(slow: tuple[tuple[int, float], ...]) -> float:
-        return predictor.predict(value, 8, replace(usual, slow=slow)).step_s
-
     stage = ((0, 4.0), (1, 4.0)) if "tp" in strategy else ((1, 4.0),)
-    assert step_s(((1, 4.0),)) == step_s(stage) > step_s(((1, 2.0),)) > step_s(())
-    uneven = Unevenness(slow=dict(stage))
-    simulated = simulate_strategy(workload, cluster, value, 8, usual, uneven, 6)
-    assert step_s(stage) == pytest.approx(simulated.step_s, rel=0.05)
+    slow_s = step_s(strategy, (1, 4.0))
+    assert slow_s == step_s(strategy, *stage) > step_s(strategy, (1, 2.0)) > step_s(strategy)
+    all_s = step_s(strategy, *((rank, 4.0) for rank in range(8)))
+    assert slow_s == pytest.approx(all_s, rel=0.01 if "tp" in strategy else 0.1)
 
 
-def test_unlike_workers_of_a_stage_are_not_simulated() -> None:
-    workload = transformer_named("layers=8,hidden=2048,heads=16")
-    cluster = load_cluster("dgx-a100")
-    for uneven in (Unevenness(slow={1: 4.0}), Unevenness(Noise(jitter=0.1), seed=1)):
-        with pytest.raises(BadInput, match="shoal predict --slow and shoal rehearse --slow"):
-            simulate_strategy(workload, cluster, "ddp + tp(2)", 4, PlanSettings(64), uneven)
-    slow = PlanSettings(64, slow=((1, 4.0),))
-    with pytest.raises(BadInput, match="shoal rehearse --slow"):
-        predict(workload, cluster, 'ps(mode="async")', 4, slow)
+def test_a_slow_stage_computes_on_while_the_others_wait_for_it() -> None:
+    """With many micro-batches a pipeline has the pace of its slowest stage, wherever it is."""
+    several = {"microbatch": 1, "batch": 128}
+    even_s = step_s("pp(8)", **several)
+    last_s = step_s("pp(8)", (7, 4.0), **several)  # which has the head, and is the slowest
+    assert last_s / even_s == pytest.approx(4 * 128 / (128 + 7), rel=0.1)
+    for rank in (0, 3):
+        assert even_s < step_s("pp(8)", (rank, 4.0), **several) < last_s
+
+
+def test_who_does_not_wait_for_a_slow_worker_goes_on() -> None:
+    """The mean pace of eight of which one is four times slower is 7.25 / 8."""
+    gossip, hogwild = 'gossip(graph="ring", mode="async")', "hogwild"
+    cpu = replace(APART, node=replace(APART.node, devices=8, memory_bytes_per_s=1e15), nodes=1)
+    for strategy, on in ((gossip, BETWEEN_HOSTS), (hogwild, Predictor(WORKLOAD, cpu))):
+        even_s, slow_s = step_s(strategy, on=on), step_s(strategy, (5, 4.0), on=on)
+        assert 1.03 * even_s < slow_s < 8 / 7.25 * even_s
+    relaxed = 'ps(mode="async", placement="workers")'
+    even_s, slow_s = step_s(relaxed, on=BETWEEN_HOSTS), step_s(relaxed, (5, 4.0), on=BETWEEN_HOSTS)
+    assert even_s < slow_s < 8 / 7.25 * even_s
+
+
+@pytest.mark.parametrize("strategy", ['gossip(graph="ring")', "ps(staleness=2)"])
+def test_who_waits_for_some_has_the_pace_of_the_slowest_in_the_end(strategy: str) -> None:
+    late_s = step_s(strategy, (5, 4.0)) - step_s(strategy)
+    assert late_s == pytest.approx(step_s("ddp", (5, 4.0)) - step_s("ddp"), rel=0.1)
+
+
+def test_a_quorum_waits_for_slow_workers_only_if_it_needs_them() -> None:
+    even_s = step_s("ps(quorum=6)")
+    assert step_s("ps(quorum=6)", (1, 4.0), (2, 4.0)) == pytest.approx(even_s)
+    of_two = step_s("ps(quorum=6)", (1, 4.0), (2, 4.0), (3, 2.0))
+    assert even_s < of_two < step_s("ps(quorum=6)", (1, 4.0), (2, 4.0), (3, 4.0))
+
+
+def test_what_others_push_is_there_before_the_push_of_a_slow_worker() -> None:
+    even_s, slow_s = (step_s("ps", *slow, on=BETWEEN_HOSTS) for slow in ((), ((1, 4.0),)))
+    late_s = step_s("ddp", (1, 4.0), on=BETWEEN_HOSTS) - step_s("ddp", on=BETWEEN_HOSTS)
+    assert slow_s < even_s + late_s
+
+
+def test_replicas_of_lost_workers_are_missing_and_the_others_do_the_whole_batch() -> None:
+    layout = as_strategy("ddp + tp(2)").layout(8)
+    left, slow = without({2, 3}, layout, ((1, 2.0), (2, 3.0), (7, 4.0)), SHOAL_ORDER)
+    assert left == layout._replace(replicas=3)
+    assert slow == ((1, 2.0), (5, 4.0))  # worker 7 is the sixth of those that are left
+    inside = without({2}, layout, ((7, 4.0),), MEGATRON_ORDER)
+    assert inside == (left, ((5, 4.0),))
+    with pytest.raises(BadInput, match="no replica is left"):
+        without({0, 2, 4, 7}, layout, (), SHOAL_ORDER)
+    value = as_strategy("ddp + tp(2)")
+    fewer_s = PREDICTOR.predict(value, left.workers, replace(USUAL, batch=48), left).step_s
+    assert fewer_s < step_s("ddp + tp(2)", batch=64) * 1.01

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.cluster import Noise
 from shoal.errors import BadInput, ShoalError
-from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.rehearse.losses import Loss, Losses, read_losses
 from shoal.rehearse.world import Rehearsed, Train
 from shoal.train.job import Job

@@ -8,8 +8,8 @@ import torch
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.comm.group import Group
-from shoal.plan.simulator.contention import hierarchical
-from shoal.plan.simulator.messages import Routes, simulate_collective
+from shoal.plan.contention.collectives import hierarchical
+from shoal.plan.contention.messages import Routes, simulate_collective
 from shoal.rehearse.network import phases_of, phases_of_schedule
 from shoal.runtime import clock
 from shoal.schedules.collectives.catalog import build

@@ -17,7 +17,7 @@ from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, outcome_from
-from shoal.plan.simulator.step_tasks import Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.rehearse.world import Train
 from shoal.train.job import Job
 from tests.conftest import World

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.comm.group import Group
-from shoal.plan.simulator.step_tasks import StepWork, Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.rehearse.executor import Virtual, VirtualRanks
 from shoal.rehearse.network import VirtualNetwork
 from shoal.rehearse.pace import WorkerTimes
@@ -21,8 +21,14 @@ from shoal.runtime import clock
 from shoal.strategy.strategy import as_strategy
 
 CLUSTER = "dgx-a100"
-WORK = StepWork((0.004,) * 4, (0.008,) * 4, (0.004,) * 4)
-TIMES = WorkerTimes(16, WORK, 0.001, 0.0005)
+TIMES = WorkerTimes(
+    rows=16,
+    forward_s=(0.004,) * 4,
+    backward_s=(0.008,) * 4,
+    weight_s=(0.004,) * 4,
+    update_s=0.001,
+    apply_s=0.0005,
+)
 
 
 def in_virtual_time(body: Callable[[VirtualTime], Any]) -> Any:

@@ -235,18 +235,19 @@ def own_pace(noise: Noise, each: int = 1) -> float:
 
 
 @lru_cache(maxsize=4096)
-def queue_cycle_s(workers: int, alone_s: float, service_s: float) -> float:
+def queue_cycle_s(workers: int, alone_s: float, service_s: float, queues: int = 1) -> float:
     """Seconds from one request of a worker to its next, where all share one server.
 
-    `alone_s` is what a worker does by itself, `service_s` what its request takes of the server.
+    `alone_s` is what a worker does by itself, `service_s` what its request takes of the server, in
+    each of several queues that follow each other.
     """
     if service_s <= 0:
         return alone_s
     queue = busy = 0.0
-    cycle_s = alone_s + service_s
+    cycle_s = alone_s + queues * service_s
     for number in range(1, workers + 1):
         waited_s = service_s * (1 + max(0.0, queue - busy / 2))
-        cycle_s = max(alone_s + waited_s, number * service_s)
-        queue = number * (cycle_s - alone_s) / cycle_s
+        cycle_s = max(alone_s + queues * waited_s, number * service_s)
+        queue = number * (cycle_s - alone_s) / queues / cycle_s
         busy = min(1.0, number * service_s / cycle_s)
     return cycle_s

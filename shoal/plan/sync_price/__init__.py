@@ -64,6 +64,7 @@ class SyncQuestion:
     zero3_of: Zero3 = "shoal"
     row_tables: tuple[StoredRows, ...] = ()
     samples: float = 1.0  # of a micro-batch of a replica
+    late_s: tuple[float, ...] = ()  # how much longer each slow replica computes than the others
 
     @property
     def cluster(self) -> Cluster:
@@ -198,6 +199,17 @@ class SyncQuestion:
         numbers = share * self.parameters
         return Part("update", update_s(self.device, self.precision, numbers, tensors), "memory")
 
+    @property
+    def latest_s(self) -> float:
+        return max(self.late_s, default=0.0)
+
+    def mean_step_s(self, step_s: float) -> float:
+        """Of replicas that do not wait for each other: the time of a step at their mean pace."""
+        if not self.late_s:
+            return step_s
+        quick = (self.replicas - len(self.late_s)) / step_s
+        return self.replicas / (quick + sum(1 / (step_s + late_s) for late_s in self.late_s))
+
     def waiting_part(self, steps: int = 1) -> Part:
         """What all wait for the slowest of them: in every step, or after so many."""
         factor = expected_max(self.cluster.noise, self.workers, steps) + self._meeting_share()
@@ -224,9 +236,6 @@ class SyncQuestion:
         low = quantile_of_max(noise, self.workers, _LOW_SHARE)
         high = quantile_of_max(noise, self.workers, 1 - _LOW_SHARE)
         return max(0.0, mean - low) * self.compute_s, max(0.0, high - mean) * self.compute_s
-
-    def buckets_of(self, bucket_bytes: float) -> int:
-        return max(1, math.ceil(self.gradient_bytes / bucket_bytes))
 
     def plain_memory(self) -> DeviceMemory:
         """The full model, its gradients where backward put them, and the optimizer's state."""
@@ -332,25 +341,6 @@ class SyncQuestion:
 
 
 @dataclass(frozen=True)
-class Agreeing:
-    """The tasks by which replicas agree in a step: the price sums them, the simulator runs them."""
-
-    way: str = "none"  # none, all_reduce, zero, servers, gossip, average
-    buckets: int = 1
-    is_overlapped: bool = True  # with backward
-    stage: int = 1  # of zero
-    servers: tuple[int, ...] = ()  # the device that each server runs on
-    apply_s: float = 0.0  # a server's time for one update of its shard
-    is_async: bool = False
-    quorum: int | None = None
-    staleness: int | None = None
-    every: int = 1  # steps between two averages
-    graph: str = "ring"
-    node_devices: int = 1  # groups that have several ranks in a node agree inside it first
-    algorithm: str = "auto"  # or trees, or an all-reduce by the rounds of its schedule
-
-
-@dataclass(frozen=True)
 class SyncPrice:
     """`parts` lengthen the step. Workers that do not wait have a rate of their own."""
 
@@ -358,7 +348,6 @@ class SyncPrice:
     memory: DeviceMemory  # without activations
     convergence: str = ""
     sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
-    agreeing: Agreeing = Agreeing()
     spread_s: tuple[float, float] = (0.0, 0.0)  # noise: how far steps lie below and above
 
 

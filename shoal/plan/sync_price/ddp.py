@@ -17,7 +17,6 @@ from shoal.plan.step.collective_time import CollectiveTime, hops
 from shoal.plan.sync_price import (
     NO_PART,
     ROW_PASSES,
-    Agreeing,
     BucketTimes,
     SyncPrice,
     SyncQuestion,
@@ -50,12 +49,7 @@ def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         return question.waiting_price(memory)
     gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
-    agreeing = Agreeing(
-        "all_reduce",
-        question.buckets_of(term.bucket_mb * (1 << 20)),
-        algorithm=term.collective_algorithm or "auto",
-    )
-    return question.waiting_price(memory, gradients, sent_bytes=sent, agreeing=agreeing)
+    return question.waiting_price(memory, gradients, sent_bytes=sent)
 
 
 def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
@@ -138,7 +132,6 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
         Part("weights", out.seconds, out.bound),
         convergence="one update for the whole dataset" if is_full else "",
         sent_bytes=_ring_bytes(question, question.buffer_bytes),
-        agreeing=Agreeing("all_reduce"),
     )
 
 
@@ -162,7 +155,6 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
         _localsgd_memory(term, question),
         convergence=f"replicas agree after {every} steps of their own" if is_apart else "",
         sent_bytes=sent / every,
-        agreeing=Agreeing("average", every=every),
         spread_s=question.synchronous_spread(),
     )
 

@@ -27,7 +27,7 @@ from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import RankGroup, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
-from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, some
+from shoal.plan.sync_price import NO_PART, SyncPrice, SyncQuestion, some
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import MAX_WORKERS, Edges, edges_for, mixing_for
 
@@ -63,14 +63,20 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     pace = own_pace(noise, each)
     if not is_async:
         pace = neighbours_pace(noise, term.graph, question.replicas, each)
-    waiting = Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
-    parts = some(mixed, copies, waiting, question.update_part())
+    waits_s = (pace - 1) * question.compute_s
+    update = question.update_part()
+    if is_async:
+        step_s = question.compute_s + waits_s + mixed.seconds + update.seconds
+        waits_s += question.mean_step_s(step_s) - step_s
+    elif not term.lockstep:  # in the end all have the pace of the slowest
+        waits_s = max(waits_s, question.latest_s)
+    waiting = Part("stragglers", waits_s, "noise of workers")
+    parts = some(mixed, copies, waiting, update)
     return SyncPrice(
         parts,
         _memory(term, question),
         convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_shared else exchange.sent),
-        agreeing=Agreeing("gossip", graph=term.graph, is_async=is_async),
         spread_s=(0.0, 0.0) if is_async else question.synchronous_spread(),
     )
 
@@ -198,18 +204,16 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     replicas = question.replicas
     pace = own_pace(question.cluster.noise, question.each)
     update = question.update_part()
-    own_s = question.compute_s * pace + update.seconds
+    own_s = question.mean_step_s(question.compute_s * pace + update.seconds)
     bus = question.node.memory_bytes_per_s
     moved = (_READS + 2) * question.parameter_bytes + question.gradient_bytes
     moved += 2 * question.state_bytes  # of the host's memory, by one worker's batch
     bus_s = moved / bus if bus is not None and replicas > 1 else 0.0
     waits_s = max(0.0, replicas * bus_s - own_s)
     parts = some(
-        Part("stragglers", (pace - 1) * question.compute_s, "noise of workers"),
+        Part("stragglers", own_s - update.seconds - question.compute_s, "noise of workers"),
         Part("shared weights", waits_s, "memory of the host"),
         update,
     )
     behind = f"a gradient is about {replicas - 1} updates old when it is used" * (replicas > 1)
-    return SyncPrice(
-        parts, question.plain_memory(), convergence=behind, agreeing=Agreeing(is_async=True)
-    )
+    return SyncPrice(parts, question.plain_memory(), convergence=behind)

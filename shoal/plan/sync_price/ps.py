@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
-from shoal.plan.sync_price import Agreeing, SyncPrice, SyncQuestion, some
+from shoal.plan.sync_price import SyncPrice, SyncQuestion, some
 from shoal.plan.sync_price.compressed import INDEX_BYTES, RESIDUAL_BYTES, factors_of
 from shoal.plan.sync_price.ps_links import Serving, Way
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
@@ -25,9 +25,9 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     serving = Serving(term, question)
     up, down = serving.push(), serving.pull()
     rows = serving.rows()
-    if term.lockstep:
-        parts = _lockstep(serving, up, down)
-    elif _updates_for_each_push(serving) and serving.has_measured_pushes:
+    if term.lockstep or term.quorum is not None:
+        parts = _in_step(serving, up, down)
+    elif question.replicas > 1 and serving.has_measured_pushes:
         parts = _measured(serving)
     else:
         parts = _relaxed(serving, up, down)
@@ -43,13 +43,6 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
         _memory(serving),
         convergence=_convergence(term, question),
         sent_bytes=serving.push_bytes,
-        agreeing=Agreeing(
-            "servers",
-            question.buckets_of(PUSH_BUCKET_BYTES),
-            is_async=term.mode == "async",
-            quorum=None if term.quorum is None else quorum_count(term, question.replicas),
-            staleness=term.staleness,
-        ),
         spread_s=question.synchronous_spread() if term.lockstep else (0.0, 0.0),
     )
 
@@ -98,7 +91,8 @@ def _basis(term: Any, question: SyncQuestion) -> float:
     return 0.0 if factors is None else math.ceil(4 * factors.right)
 
 
-def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
+def _in_step(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
+    """All push at the same time, and pull at the same time, whether or not all are waited for."""
     question = serving.question
     # buckets go out during backward; one server's compressed slice only when it has ended
     hidden_s = question.hidden_s
@@ -106,6 +100,12 @@ def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
         hidden_s *= 1 - 1 / serving.servers
     bucket_s = up.seconds * min(1.0, PUSH_BUCKET_BYTES / max(1.0, question.buffer_bytes))
     push_s = min(up.seconds, max(up.seconds - hidden_s, bucket_s))
+    if question.latest_s and serving.term.lockstep:  # what the others push is there already
+        last = question.late_s.count(question.latest_s) / question.replicas
+        push_s = max(last * push_s, push_s - question.latest_s)
+    waiting = question.waiting_part()
+    if not serving.term.lockstep:
+        waiting = Part("stragglers", _waits_s(serving), "noise of workers")
     update = question.update_part()
     if serving.term.update == "server":
         update = Part("update", serving.update_s(), "memory of the servers")
@@ -114,7 +114,7 @@ def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
         Part("chain", serving.chain_s(), "hops of the chain"),
         Part("pull", down.seconds, down.bound),
         Part("requests", _answers_s(question)[0], "latency of the servers"),
-        question.waiting_part(),
+        waiting,
         update,
     )
 
@@ -125,16 +125,10 @@ def _answers_s(question: SyncQuestion) -> tuple[float, float]:
     return times if question.on_one_host else (0.0, 0.0)
 
 
-def _updates_for_each_push(serving: Serving) -> bool:
-    return serving.term.quorum is None and serving.question.replicas > 1
-
-
 def _relaxed(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
-    """Each push and pull by itself; an update follows each push, or all of a step."""
+    """Each push and pull by itself; an update follows each push."""
     question = serving.question
-    update_s = serving.update_s() * (
-        1 if _updates_for_each_push(serving) else 1 / question.replicas
-    )
+    update_s = serving.update_s()
     hidden_s = min(question.hidden_s, up.alone_s)
     answer_s = _answers_s(question)[1]
     service_s = question.each * (up.service_s + down.service_s + answer_s) + update_s
@@ -165,11 +159,16 @@ def _in_turn(
 ) -> tuple[Part, ...]:
     """A worker's own way of a step, how long it waits for others, and for busy servers."""
     question = serving.question
-    waits_s = (_pace(serving) - 1) * question.compute_s
+    waits_s = _waits_s(serving)
     taken_s = serving.taken_cores_s(service_s)
     away_s = question.compute_s + waits_s + taken_s - hidden_s
     request_s = sum(part.seconds for part in requests) + hidden_s
-    cycle_s = _cycle_s(question.replicas, away_s, request_s, service_s)
+    if serving.term.staleness is None:
+        more_s = question.mean_step_s(away_s + request_s) - away_s - request_s
+        away_s, waits_s = away_s + more_s, waits_s + more_s
+    # a link carries pushes and pulls at the same time: two queues
+    queues = 1 if question.on_one_host else 2
+    cycle_s = _cycle_s(question.replicas, away_s, request_s / queues, service_s / queues, queues)
     return some(
         Part("cores", taken_s, "cores shared with servers"),
         *requests,
@@ -178,8 +177,8 @@ def _in_turn(
     )
 
 
-def _cycle_s(workers: int, away_s: float, request_s: float, service_s: float) -> float:
-    """From one request of a worker to its next.
+def _cycle_s(workers: int, away_s: float, request_s: float, service_s: float, queues: int) -> float:
+    """From one request of a worker to its next; times are of one of equal queues.
 
     A request takes `request_s` where no other is on its way, which is longer than what it takes
     of all servers together: a worker's own NIC is narrower than theirs. So many requests, and not
@@ -188,21 +187,25 @@ def _cycle_s(workers: int, away_s: float, request_s: float, service_s: float) ->
     beside = max(1.0, request_s / service_s) if service_s > 0 else float(workers)
     turns = max(1.0, workers / beside)
     few = math.floor(turns)
-    least_s = queue_cycle_s(few, away_s, request_s)
-    more_s = queue_cycle_s(few + 1, away_s, request_s)
+    least_s = queue_cycle_s(few, away_s, request_s, queues)
+    more_s = queue_cycle_s(few + 1, away_s, request_s, queues)
     between_s = least_s + (turns - few) * (more_s - least_s)
     return max(between_s, workers * service_s)
 
 
-def _pace(serving: Serving) -> float:
-    """Seconds of a step over its compute."""
+def _waits_s(serving: Serving) -> float:
+    """How much a worker's computing, and its waiting for others, take longer than they would."""
     term, question = serving.term, serving.question
     noise, replicas, each = question.cluster.noise, question.replicas, question.each
     if term.quorum is not None:
-        return quorum_pace(noise, replicas, quorum_count(term, replicas), each)
-    if term.staleness is not None:
-        return staleness_pace(noise, replicas, term.staleness, each)
-    return own_pace(noise, each)
+        needed, quick = quorum_count(term, replicas), replicas - len(question.late_s)
+        late_s = sorted(question.late_s)[needed - quick - 1] if needed > quick else 0.0
+        pace = quorum_pace(noise, max(quick, needed), needed, each)
+        return (pace - 1) * question.compute_s + late_s
+    if term.staleness is not None:  # in the end all have the pace of the slowest
+        waits_s = (staleness_pace(noise, replicas, term.staleness, each) - 1) * question.compute_s
+        return max(waits_s, question.latest_s)
+    return (own_pace(noise, each) - 1) * question.compute_s
 
 
 def quorum_count(term: Any, replicas: int) -> int:

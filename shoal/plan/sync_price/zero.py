@@ -22,9 +22,8 @@ from typing import Any
 from shoal.cluster.units import show_rate
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, on_nodes
-from shoal.plan.sync_price import NO_PART, Agreeing, BucketTimes, SyncPrice, SyncQuestion, Timer
+from shoal.plan.sync_price import NO_PART, BucketTimes, SyncPrice, SyncQuestion, Timer
 from shoal.schedules.buffer_layout import (
-    DEFAULT_BUCKET_BYTES,
     LARGE_BYTES,
     held_shards,
     room_elements,
@@ -51,7 +50,6 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
         _gathered(question) if term.stage == 3 else _spread(question),
         share=held / max(1.0, question.sizes.trained),
         sent_bytes=_sent(term, question),
-        agreeing=Agreeing("zero", question.buckets_of(DEFAULT_BUCKET_BYTES), stage=term.stage),
     )
 
 

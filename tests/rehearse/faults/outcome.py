@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.cluster import Cluster, Noise
 from shoal.cluster.presets import load_cluster
 from shoal.errors import ShoalError
-from shoal.plan.simulator.step_tasks import StepWork, Unevenness
+from shoal.plan.step.slow_workers import Unevenness
 from shoal.rehearse import world
 from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.pace import WorkerTimes
@@ -60,9 +60,8 @@ from tests.rehearse.faults.training import (
     updates_of,
     whole_log,
 )
-from tests.rehearse.worlds import CLUSTER, TIMES, WORK
+from tests.rehearse.worlds import CLUSTER, TIMES
 
-WORK_S = WORK.forward_s, WORK.backward_s, WORK.weight_s
 SINGLE = Kind("single", "equal", (1,))
 
 
@@ -196,8 +195,9 @@ def _cluster_of(scenario: Scenario) -> Cluster:
 
 def _times_of(scenario: Scenario) -> WorkerTimes:
     factor = next((fault.factor for fault in scenario.faults if isinstance(fault, Long)), 1.0)
-    work = StepWork(*((factor * each[0],) * len(each) for each in WORK_S))
-    return WorkerTimes(TIMES.rows, work, TIMES.update_s, TIMES.apply_s)
+    passes = ("forward_s", "backward_s", "weight_s")
+    longer = {name: tuple(factor * one for one in getattr(TIMES, name)) for name in passes}
+    return replace(TIMES, **longer)
 
 
 def _losses_of(scenario: Scenario) -> Losses:

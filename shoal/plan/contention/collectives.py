@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
-from shoal.plan.simulator.messages import (
+from shoal.plan.contention.messages import (
     Floats,
     Longs,
     MessageTable,

@@ -30,20 +30,18 @@ Flags = NDArray[np.bool_]
 _SAME = 1e-9  # shares and moments that differ by this much, relatively, are the same
 
 
-def max_min_rates(paths: Longs, capacities: Floats, loads: Floats | None = None) -> Floats:
+def max_min_rates(paths: Longs, capacities: Floats) -> Floats:
     """The rate of each flow; a row of `paths` has the links of a flow, padded with -1.
 
-    A flow without links is not limited: its rate is infinite. One that stands for many flows has
-    as many on a link as `loads` says.
+    A flow without links is not limited: its rate is infinite.
     """
-    loads = np.ones(paths.shape) if loads is None else loads
     rates = np.full(len(paths), math.inf)
     limits = np.append(capacities, math.inf)  # the link of index -1
     left = limits.copy()
     waiting = np.arange(len(paths))
     while waiting.size:
         rows = paths[waiting]
-        counts = np.bincount(rows.ravel() + 1, loads[waiting].ravel(), minlength=limits.size)
+        counts = np.bincount(rows.ravel() + 1, minlength=limits.size)
         counts = np.roll(counts, -1)  # index -1 last, as in `limits`
         shares = np.full(limits.size, math.inf)
         np.divide(left, counts, out=shares, where=counts > 0)
@@ -53,8 +51,8 @@ def max_min_rates(paths: Longs, capacities: Floats, loads: Floats | None = None)
         rates[waiting[settled]] = lowest[settled]
         done = rows[settled]
         if done.shape[1] and np.isfinite(lowest[settled]).all():
-            taken = lowest[settled][:, None] * loads[waiting[settled]]
-            left[:-1] -= np.bincount(done.ravel() + 1, taken.ravel(), minlength=limits.size)[1:]
+            taken = np.repeat(lowest[settled], done.shape[1])
+            left[:-1] -= np.bincount(done.ravel() + 1, taken, minlength=limits.size)[1:]
             np.maximum(left, 0.0, out=left)
         waiting = waiting[~settled]
     return rates
@@ -73,14 +71,13 @@ def _settled(rows: Longs, shares: Floats, lowest: Floats) -> Flags:
 
 
 class FlowNetwork:
-    """Flows in progress, each with its links and loads. Tags are the caller's numbers for them."""
+    """Flows in progress, each with its links. Tags are the caller's numbers for them."""
 
     def __init__(self, capacities: Floats):
         self.capacities = np.asarray(capacities, np.float64)
         self.carried_bytes = np.zeros(self.capacities.size)  # by link
         self.now_s = 0.0
         self._paths: Longs = np.empty((0, 1), np.int64)
-        self._loads: Floats = np.empty((0, 1))
         self._sizes: Floats = np.empty(0)
         self._left: Floats = np.empty(0)
         self._rates: Floats = np.empty(0)
@@ -91,17 +88,15 @@ class FlowNetwork:
     def __len__(self) -> int:
         return int(self._tags.size)
 
-    def start(self, paths: Longs, sizes: Floats, tags: Longs, loads: Floats | None = None) -> None:
+    def start(self, paths: Longs, sizes: Floats, tags: Longs) -> None:
         """Flows that begin now."""
-        loads = np.ones(paths.shape) if loads is None else loads
         self._paths = stacked([self._paths, paths], -1)
-        self._loads = stacked([self._loads, loads], 0.0)
         self._sizes = np.concatenate([self._sizes, sizes])
         self._left = np.concatenate([self._left, sizes])
         self._rates = np.concatenate([self._rates, np.zeros(len(sizes))])
         self._tags = np.concatenate([self._tags, tags])
         self._changed[paths.ravel()] = True
-        on_links = (sizes[:, None] * loads).ravel()
+        on_links = np.repeat(sizes, paths.shape[1])
         links = self.capacities.size
         self.carried_bytes += np.bincount(paths.ravel() + 1, on_links, minlength=links + 1)[1:]
 
@@ -129,7 +124,7 @@ class FlowNetwork:
     def _remove(self, ended: Flags) -> Longs:
         tags = self._tags[ended]
         self._changed[self._paths[ended].ravel()] = True
-        for name in ("_paths", "_loads", "_sizes", "_left", "_rates", "_tags"):
+        for name in ("_paths", "_sizes", "_left", "_rates", "_tags"):
             setattr(self, name, getattr(self, name)[~ended])
         return tags
 
@@ -150,14 +145,14 @@ class FlowNetwork:
             self._changed[self._paths[reached].ravel()] = True
             self._changed[-1] = False
             reached |= self._changed[self._paths].any(axis=1)
-        paths, loads = self._paths[reached], self._loads[reached].tobytes()
-        rates_of = self._known_rates if len(loads) < 1 << 15 else self._rates_of
-        self._rates[reached] = rates_of(paths.tobytes(), loads, paths.shape[1])
+        paths = self._paths[reached]
+        rates_of = self._known_rates if paths.nbytes < 1 << 15 else self._rates_of
+        self._rates[reached] = rates_of(paths.tobytes(), paths.shape[1])
         self._changed[:] = False
 
-    def _rates_of(self, paths: bytes, loads: bytes, width: int) -> Floats:
+    def _rates_of(self, paths: bytes, width: int) -> Floats:
         links = np.frombuffer(paths, np.int64).reshape(-1, width)
-        return max_min_rates(links, self.capacities, np.frombuffer(loads).reshape(-1, width))
+        return max_min_rates(links, self.capacities)
 
 
 def stacked(parts: Sequence[NDArray[Any]], fill: float) -> NDArray[Any]:
@@ -175,24 +170,16 @@ def _widened(rows: NDArray[Any], width: int, fill: float) -> NDArray[Any]:
 
 
 class Ways(NamedTuple):
-    """The links and ports that each of some messages takes.
-
-    A message that stands for many is one on each of its links and ports, or as many as are there.
-    """
+    """The links and ports that each of some messages takes."""
 
     paths: Longs  # padded with -1
-    loads: Floats
     ports: Longs  # out and in; numbered behind the links
-    port_loads: Floats
     alphas_s: Floats
 
     @property
     def at_ports_s(self) -> Floats:
         """What of the alphas occupies ports."""
         return np.minimum(self.alphas_s, AT_PORT_S)
-
-    def only(self, which: Any) -> Ways:
-        return Ways(*(column[which] for column in self))
 
 
 class Routes:
@@ -248,8 +235,7 @@ class Routes:
         ends = self._ends[rows]
         paths = np.take_along_axis(np.stack(bases, axis=1), np.maximum(ends, 0), axis=1)
         paths = np.where(ends < 0, -1, paths + self._numbers[rows])
-        one, of_port = np.broadcast_to(1.0, paths.shape), np.broadcast_to(1.0, ports.shape)
-        return Ways(paths, one, ports, of_port, np.array(self._alphas_s)[rows])
+        return Ways(paths, ports, np.array(self._alphas_s)[rows])
 
     def _row(self, pair: int) -> int:
         """Of a path from a device of node 0 to one of node 0, 1 (its rack) or 2 (another)."""
@@ -273,7 +259,6 @@ class _Waiting(NamedTuple):
     """A message whose alpha is not over."""
 
     path: Longs
-    loads: Floats
     num_bytes: float
     distance_s: float
 
@@ -302,13 +287,12 @@ class MessageNetwork:
         self._number += len(tags)
         self._owner.update(zip(numbers.tolist(), tags.tolist(), strict=True))
         late = (at_ports_s > 0) | (sizes <= 0)
-        columns = (ways.paths[late], ways.loads[late], sizes[late].tolist(), distances_s[late])
+        columns = (ways.paths[late], sizes[late].tolist(), distances_s[late])
         waiting = map(_Waiting, *columns)
         self._waiting.update(zip(numbers[late].tolist(), waiting, strict=True))
-        self._flows.start(ways.ports[late], at_ports_s[late], numbers[late], ways.port_loads[late])
+        self._flows.start(ways.ports[late], at_ports_s[late], numbers[late])
         if not late.all():
-            now = ways.only(~late)
-            self._flows.start(now.paths, sizes[~late], numbers[~late], now.loads)
+            self._flows.start(ways.paths[~late], sizes[~late], numbers[~late])
 
     def next_end_s(self) -> float:
         end_s = self._flows.next_end_s()
@@ -321,12 +305,11 @@ class MessageNetwork:
             ended.append(heapq.heappop(self._under_way)[1])
         begun = [n for n in ended if n in self._waiting and self._waiting[n].num_bytes > 0]
         if begun:
-            paths, loads, sizes, _ = zip(*(self._waiting[n] for n in begun), strict=True)
+            paths, sizes, _ = zip(*(self._waiting[n] for n in begun), strict=True)
             self._flows.start(
                 stacked([path[None] for path in paths], -1),
                 np.array(sizes, np.float64),
                 np.array(begun),
-                stacked([load[None] for load in loads], 0.0),
             )
         going_on = set(begun)
         for number in ended:

@@ -1,0 +1,1 @@
+"""Messages that share the links of a cluster."""

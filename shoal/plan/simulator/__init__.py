@@ -1,1 +1,0 @@
-"""Events of a step: compute on devices, flows that share links."""
