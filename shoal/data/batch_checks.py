@@ -89,7 +89,6 @@ class SameBatches:
     group: Group
     replicas: int
     compares: bool = True
-    rates: Callable[[], str] = str  # the learning rates of this rank, which are to be the same
 
     @property
     def is_on(self) -> bool:
@@ -98,30 +97,17 @@ class SameBatches:
     def check(self, batch: Any, total: int) -> None:
         """`total` is the number of samples in it."""
         _check_enough(total, self.replicas, "batch")
-        if self.is_on and not self._are_same(batch_digest(batch, total)):
+        if self.is_on and not all_equal(self.group, batch_digest(batch, total)):
             raise BadInput(
                 f"rank {self.group.rank} and another rank got different global batches from the "
                 "same iterable: seed its shuffling, or give job.batches the dataset and a "
                 "batch_size"
             )
 
-    def _are_same(self, digest: bytes) -> bool:
-        """Raises where learning rates are not the same, whatever the batches are."""
-        rates = self.rates()
-        if all_equal(self.group, digest + rates.encode()):
-            return True
-        if not all_equal(self.group, rates.encode()):
-            raise BadInput(
-                f"rank {self.group.rank} has another learning rate ({rates}) than another rank: "
-                "let schedulers follow what is the same on all ranks, such as what job.backward or "
-                "job.evaluate returns, or job.mean(loss)"
-            )
-        return all_equal(self.group, digest)
-
     def check_samples(self, fetch: Callable[[], Any], total: int) -> None:
         """`fetch` gets some samples of a dataset of `total`, the same ones on all ranks."""
         first = batch_digest(fetch(), total) if self.is_on else b""
-        if not self.is_on or self._are_same(first):
+        if not self.is_on or all_equal(self.group, first):
             return
         noise = b"" if first == batch_digest(fetch(), total) else b"%d" % self.group.rank
         if not all_equal(self.group, noise):

@@ -36,7 +36,7 @@ _OF_THE_MODEL = (
 
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_HOW = ("fused", "foreach", "differentiable", "capturable")
+IMPLEMENTATIONS = ("fused", "foreach", "differentiable", "capturable")
 
 
 class LooksAt(IntEnum):
@@ -126,7 +126,7 @@ def fused_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """A script's own choice stands; sparse gradients have no such kernel."""
     kind, groups = type(optimizer), optimizer.param_groups
-    if kind not in _FUSED or any(group.get(name) for group in groups for name in _HOW):
+    if kind not in _FUSED or any(group.get(name) for group in groups for name in IMPLEMENTATIONS):
         return False
     first = next((p for group in groups for p in group["params"]), None)
     return (

@@ -68,6 +68,11 @@ class Ps(SyncTerm):
         return not self.relaxations or self.staleness == 0
 
     @property
+    def same_bits(self) -> bool:
+        """Workers have pulled the same version, or updated by the same sums."""
+        return self.lockstep
+
+    @property
     def equals_single(self) -> bool:
         return self.lockstep and self.compress is None
 

@@ -182,6 +182,7 @@ class Zero(ElasticOption):
 
     @property
     def same_bits(self) -> bool:
+        """Under zero(3) a weight is on one rank alone: there is nothing to compare it with."""
         return self.stage < 3 and not self.elastic
 
     @property

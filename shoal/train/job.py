@@ -34,6 +34,7 @@ from shoal.train.job_state import JobState
 from shoal.train.named_calls import called_by_name, no_such_name
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
 from shoal.train.own_loop.torch_hooks import OtherOptimizers
+from shoal.train.same_rules import SameRules
 from shoal.train.step.build import build_step
 from shoal.train.step.options import Count, OnNan, StepFunctions, StepOptions
 from shoal.train.step.run_services import RunServices, StepContext
@@ -125,10 +126,16 @@ class Job(LoopMethods):
         raise no_such_name(name, [known for known in dir(self) if not known.startswith("_")])
 
     def _compare_ranks(self) -> None:
-        """At saves, and wherever batches are compared."""
-        self.checkpoints.before_save = self._loss_watch.look
+        """In steps, at saves, evaluations and the end."""
+        self._rules = SameRules(self._group, self._loop.optimizers)
+        self._rules.compares &= self._services.elastic_sum is None and self._elastic is None
+
+        def before_save() -> None:
+            self._loss_watch.look()
+            self._rules.compare()
+
+        self.checkpoints.before_save = before_save
         self.checkpoints.weights = self._weights_digest
-        self._stream.same.rates = lambda: "; ".join(o.rates for o in self._loop.optimizers)
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
         from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
@@ -292,6 +299,7 @@ class Job(LoopMethods):
         batch_size = batch_size or self._stream.batch_size
 
         def means() -> dict[str, float]:
+            self._rules.compare()
             if self._same_bits and self.size > 1:
                 self.checkpoints.check_replicas("job.evaluate")
             return evaluation.means(data, batch_size)
@@ -345,6 +353,8 @@ class Job(LoopMethods):
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
+        if sys.exc_info()[0] is None:  # else the others wait for this rank in a step
+            self._rules.compare()
         self._meetings.end()
         if self._elastic is not None:
             self._elastic.close()
@@ -412,6 +422,7 @@ class Job(LoopMethods):
         self._steps.append(step)
         self._stream.trains_in = getattr(calling_frame(), "f_code", None)
         self._stream.same.compares &= step.sync.synchronous
+        self._rules.add(step)
         for callback in self.on_build:
             callback(step)
 
@@ -451,6 +462,7 @@ class Job(LoopMethods):
         self._loss_watch.note(self.steps + steps, loss, stops)
         self._count_speed(step, steps)
         self._state.count(self.steps + steps)
+        self._rules.note(self.steps)
         self.checkpoints.save_part(step)
         for callback in self.on_step:
             callback(step, loss)
@@ -521,6 +533,7 @@ class Job(LoopMethods):
             self._loss_watch.note(step.steps, loss, stops)
             self._count_speed(step, step.steps - self.steps)
             self._state.count(step.steps)
+            self._rules.note(step.steps)
             self._callbacks.step(step.steps, loss)
         self.checkpoints.save_part(step)
 

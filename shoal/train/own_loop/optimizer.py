@@ -101,11 +101,6 @@ class LoopOptimizer:
         """Whether it updates all parameters itself."""
         return all(of_part is self.optimizer for of_part in self.of_parts)
 
-    @property
-    def rates(self) -> str:
-        """So far as they have to be the same everywhere: libraries of hosts round differently."""
-        return ", ".join(f"{float(group['lr']):.6g}" for group in self.optimizer.param_groups)
-
     def take_settings(self) -> None:
         """After a checkpoint was loaded: settings of the parts are those of the optimizer."""
         for group, of_part in self._pairs():

@@ -23,13 +23,10 @@ from shoal.strategy.base import SyncTerm
 from shoal.strategy.split_terms import Tp
 from shoal.train.own_loop.optimizer import PartOptimizers, params_of
 from shoal.train.own_loop.part import LoopPart
+from shoal.train.same_rules import check_same_optimizers
 from shoal.train.step.build import assemble_step, broadcast_start
 from shoal.train.step.options import StepFunctions, StepOptions
-from shoal.train.step.prepare_model import (
-    PreparedModel,
-    check_same_optimizers,
-    prepare_model,
-)
+from shoal.train.step.prepare_model import PreparedModel, prepare_model
 from shoal.train.step.run_services import StepContext
 
 Taken = MutableMapping[Any, str]
@@ -100,7 +97,7 @@ def set_up(
     made = [o if isinstance(o, torch.optim.Optimizer) else o(pairs) for o in optimizers]
     _refuse_taken(models, made, taken)
     if term.lockstep:
-        check_same_optimizers(made, context().mesh.world, context().device)
+        check_same_optimizers(context().mesh.world, made)
     known = {id(p) for model in models for p in model.parameters()}
     if loose := [p for o in made for p in params_of(o) if id(p) not in known]:
         models = [*models, LooseParameters(loose)]
@@ -171,7 +168,7 @@ def _prepare(
             sync = term.with_whole_parameters()
             of_model = replace(of_model, sync=sync, tp=None)
         made = replace(context(), strategy=of_model)
-        prepared.append(prepare_model(model, sync, options, made, _by_the_script))
+        prepared.append(prepare_model(model, sync, options, made))
     return prepared
 
 

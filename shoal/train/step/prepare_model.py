@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,8 @@ from shoal.schedules.user import digest, is_user_function
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
 from shoal.sync import SyncPlan, plan_for
-from shoal.sync.optimizer_step import OptimizerFactory
+from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
+from shoal.train.same_rules import check_same_optimizers
 from shoal.train.step.cut_batch import ForwardSignature
 from shoal.train.step.options import StepOptions
 from shoal.train.step.run_services import StepContext
@@ -83,40 +83,13 @@ def check_same_model(model: nn.Module, world: Group, device: torch.device) -> No
 
     One broadcast; where rank 0 is lost before it, the lowest rank that is left stands for it.
     """
+    if world.size == 1:
+        return
     lines = [f"{n or 'the model'} ({type(m).__name__})" for n, m in model.named_modules()]
     lines += [
         f"{name} {list(t.shape)} {t.dtype}{'' if t.requires_grad else ', not trained'}"
         for name, t in [*model.named_parameters(), *model.named_buffers()]
     ]
-    if (what := unlike_rank_0(lines, world, device)) is not None:
-        raise BadInput(
-            f"rank {world.rank} has built another model than rank 0, which does not have {what} "
-            "there: every rank builds the same one, so let no layer and no size depend on the rank "
-            "or on data that differs between ranks"
-        )
-
-
-def check_same_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], world: Group, device: torch.device
-) -> None:
-    """Refuse classes and groups of parameters that differ from rank 0's; one broadcast."""
-    lines = []
-    for optimizer in optimizers:
-        lines.append(type(optimizer).__name__)
-        for group in optimizer.param_groups:
-            plain = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str))}
-            lines.append(f"{len(group['params'])} parameters with {plain}")
-    if (what := unlike_rank_0(lines, world, device)) is not None:
-        raise BadInput(
-            f"rank {world.rank} has given job.setup another optimizer than rank 0, which does not "
-            f"have {what} there: all ranks train one model by one rule"
-        )
-
-
-def unlike_rank_0(lines: Sequence[str], world: Group, device: torch.device) -> str | None:
-    """The first line that rank 0 does not have there; None where all are the same."""
-    if world.size == 1:
-        return None
     compared = [*lines[:_COMPARED], "\n".join(lines[_COMPARED:])]
     digests = [hashlib.sha256(line.encode()).digest()[:7] for line in compared]
     own = torch.zeros(_COMPARED + 1, dtype=torch.int64, device=device)
@@ -125,8 +98,12 @@ def unlike_rank_0(lines: Sequence[str], world: Group, device: torch.device) -> s
     world.broadcast(first).wait()
     if not torch.equal(own, first):
         index = int((own != first).nonzero()[0])
-        return [*lines, "nothing more"][min(index, len(lines))]
-    return None
+        what = [*lines, "nothing more"][min(index, len(lines))]
+        raise BadInput(
+            f"rank {world.rank} has built another model than rank 0, which does not have {what} "
+            "there: every rank builds the same one, so let no layer and no size depend on the rank "
+            "or on data that differs between ranks"
+        )
 
 
 class _Registrations:
@@ -221,10 +198,10 @@ def prepare_model(
     term: SyncTerm,
     options: StepOptions,
     context: StepContext,
-    optimizer: OptimizerFactory,
+    optimizer: OptimizerFactory | None = None,
     example: Tree = None,
 ) -> PreparedModel:
-    """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
+    """What is done once for a model, whatever trains it. `optimizer` is that of job.step."""
     if context.services.faults is not None:
         context.services.faults.kill(0)
     check_modules(model, term, context)
@@ -247,6 +224,9 @@ def prepare_model(
     # the model on its device, and what it shares with other replicas while it computes
     deferred = plan.materialize(model, mesh.dp, device, context.is_split)
     embeddings: list[Embedding] = []
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if optimizer is not None and trained and term.lockstep and not context.strategy.is_elastic:
+        check_same_optimizers(mesh.world, [make_optimizer(optimizer, trained)])
     if any(getattr(module, "has_rows", False) for module in model.modules()):
         from shoal.embedding.module import bind_embeddings
 
