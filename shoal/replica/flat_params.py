@@ -137,8 +137,13 @@ class FlatParams(FlatLayout):
         """Compile the modules that have to be called one by one; False: a model may be compiled."""
         return False
 
-    def full_params(self, only: int | None = None) -> AbstractContextManager[None]:
-        """While the block runs all parameters are here, on all ranks or on one; for reading."""
+    def full_params(
+        self, only: int | None = None, computes: bool = True
+    ) -> AbstractContextManager[None]:
+        """While the block runs all parameters are here, on all ranks or on one; for reading.
+
+        Unless it `computes` with them, they may be where shards are: in the host's memory.
+        """
         return nullcontext()
 
     def held_params(self) -> AbstractContextManager[None]:

@@ -115,7 +115,8 @@ class ShardedUpdate:
     def full_weights(self, optimizer: bool) -> Iterator[None]:
         with ExitStack() as stack:
             if isinstance(self.flat, ShardedParams):
-                stack.enter_context(self.flat.full_params(only=0 if optimizer else None))
+                only = 0 if optimizer else None
+                stack.enter_context(self.flat.full_params(only, computes=False))
             if optimizer:
                 stack.enter_context(self._whole_optimizer())
             yield

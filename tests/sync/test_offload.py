@@ -164,6 +164,18 @@ def test_between_steps_the_state_is_in_the_hosts_memory(world: World) -> None:
     after_training(world, 2, "zero(3, offload=True)", look, optimizer=ADAMW)
 
 
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_weights_to_be_saved_are_gathered_in_the_hosts_memory(
+    world: World, optimizer: bool
+) -> None:
+    def look(job: Job, step: Step, losses: Any) -> None:
+        step.flat.device = torch.device("meta")  # as if there were a device without room
+        with step.sync.full_weights(optimizer):
+            assert job.rank or all(p.is_cpu for p in step.model.parameters())
+
+    after_training(world, 2, "zero(3, offload=True)", look)
+
+
 def test_what_does_not_go_with_it(world: World) -> None:
     for text in (
         "zero(2, offload=True, elastic=True)",

@@ -403,12 +403,11 @@ class ShardedParams(FlatParams):
         self.unit_gather.reshard_all()
 
     @contextmanager
-    def full_params(self, only: int | None = None) -> Iterator[None]:
+    def full_params(self, only: int | None = None, computes: bool = True) -> Iterator[None]:
         self.reshard()
         here = only is None or only == self.group.rank
         if here:
-            # for one rank they are gathered to be saved
-            device = self.device if only is None else self.shard_data.device
+            device = self.device if computes else self.shard_data.device
             self.data = torch.zeros(self.size, dtype=self.dtype, device=device)
         self._gather_on(only)
         if here:
