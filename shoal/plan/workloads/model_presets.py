@@ -1,14 +1,16 @@
 """Transformers by name (`gpt-3`, `llama-3-70b`), or by their sizes (`layers=96,hidden=12288`).
 
-Sizes are those that the models' papers and configuration files publish. A name may be followed by
-changes: `llama-3-70b,sequence=4096`.
+Names and their sizes are in models.toml. A name may be followed by changes:
+`llama-3-70b,sequence=4096`.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shoal.cluster.program import PYTORCH, ModelProgram
 from shoal.errors import BadInput
@@ -30,87 +32,14 @@ _NEEDED = ("layers", "hidden", "heads")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-_gpt2 = partial(TransformerSizes, vocab=50257, sequence=1024, dropout=False)
-_gpt3 = partial(TransformerSizes, vocab=50257, sequence=2048)
-
-
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
-    """Llama 2; Llama 3 has a larger vocabulary and longer sequences."""
-    sizes = TransformerSizes(layers, hidden, heads, 32000, 4096, kv_heads, ffn, gated=True)
-    return replace(sizes, dropout=False, tied=False, learned_positions=False)
-
-
-def _llama3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
-    return replace(_llama(layers, hidden, heads, kv_heads, ffn), vocab=128256, sequence=8192)
-
-
-_mixtral = partial(replace, experts=8, top_k=2)
-_qwen = partial(replace, vocab=152064)  # 2.5; the small ones tie the head to the embedding
-# its router sends a token to at most 4 of 8 groups of experts
-_deepseek = partial(replace, vocab=129280, experts=256, top_k=8, shared_experts=1, token_groups=4)
-_latent = partial(replace, head=128, rope=64, dense_layers=3, dense_ffn=18432)
-_qwen3 = partial(replace, vocab=151936, head=128, experts=128, top_k=8)
-_gpt_oss = partial(replace, _llama(24, 2880, 64, 8, 2880), vocab=201088, head=64, top_k=4)
-# an image is a sequence of patches and a class token; the head has 1,000 classes
-_vit = partial(TransformerSizes, vocab=1000, dropout=False, tied=False, causal=False)
-
-PRESETS: dict[str, TransformerSizes] = {
-    "gpt-2": _gpt2(12, 768, 12),
-    "gpt-2-medium": _gpt2(24, 1024, 16),
-    "gpt-2-large": _gpt2(36, 1280, 20),
-    "gpt-2-xl": _gpt2(48, 1600, 25),
-    "gpt-3": _gpt3(96, 12288, 96),
-    "gpt-3-1.3b": _gpt3(24, 2048, 16),
-    "gpt-3-2.7b": _gpt3(32, 2560, 32),
-    "gpt-3-6.7b": _gpt3(32, 4096, 32),
-    "gpt-3-13b": _gpt3(40, 5120, 40),
-    "llama-2-7b": _llama(32, 4096, 32, 32, 11008),
-    "llama-2-13b": _llama(40, 5120, 40, 40, 13824),
-    "llama-2-70b": _llama(80, 8192, 64, 8, 28672),
-    "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
-    "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
-    "llama-3.1-8b": _llama3(32, 4096, 32, 8, 14336),
-    "llama-3.1-70b": _llama3(80, 8192, 64, 8, 28672),
-    "llama-3.1-405b": _llama3(126, 16384, 128, 8, 53248),
-    "llama-3.2-1b": replace(_llama3(16, 2048, 32, 8, 8192), tied=True),
-    "llama-3.2-3b": replace(_llama3(28, 3072, 24, 8, 8192), tied=True),
-    "llama-3.3-70b": _llama3(80, 8192, 64, 8, 28672),
-    "qwen-2.5-0.5b": _qwen(_llama(24, 896, 14, 2, 4864), vocab=151936, tied=True),
-    "qwen-2.5-1.5b": _qwen(_llama(28, 1536, 12, 2, 8960), vocab=151936, tied=True),
-    "qwen-2.5-3b": _qwen(_llama(36, 2048, 16, 2, 11008), vocab=151936, tied=True),
-    "qwen-2.5-7b": _qwen(_llama(28, 3584, 28, 4, 18944)),
-    "qwen-2.5-14b": _qwen(_llama(48, 5120, 40, 8, 13824)),
-    "qwen-2.5-32b": _qwen(_llama(64, 5120, 40, 8, 27648)),
-    "qwen-2.5-72b": _qwen(_llama(80, 8192, 64, 8, 29568)),
-    "mistral-7b": _llama(32, 4096, 32, 8, 14336),
-    "mistral-large": replace(_llama(88, 12288, 96, 8, 28672), vocab=32768),
-    "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
-    "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
-    "deepseek-v3": _latent(_deepseek(_llama(61, 7168, 128, 128, 2048)), q_rank=1536, kv_rank=512),
-    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
-    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
-    "qwen-3-30b-a3b": _qwen3(_llama(48, 2048, 32, 4, 768)),
-    "qwen-3-235b-a22b": _qwen3(_llama(94, 4096, 64, 4, 1536)),
-    "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
-    "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
-    "vit-b-16": _vit(12, 768, 12, sequence=197),
-    "vit-l-16": _vit(24, 1024, 16, sequence=197),
-    "vit-h-14": _vit(32, 1280, 16, sequence=257),
+_MODELS = msgspec.toml.decode((Path(__file__).parent / "models.toml").read_bytes())
+_FAMILIES = {name: family for family in _MODELS["family"] for name in family["models"]}
+PRESETS = {
+    name: TransformerSizes(
+        **family["shared"], **dict(zip(family["columns"], family["models"][name], strict=True))
+    )
+    for name, family in _FAMILIES.items()
 }
-_ALIASES = {
-    "llama-3-405b": "llama-3.1-405b",
-    "mixtral": "mixtral-8x7b",
-    "vit-l": "vit-l-16",
-    "vit-h": "vit-h-14",
-}
-_BF16 = (
-    "deepseek",
-    "gpt-oss",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen",
-)  # as those who published them trained
 
 
 def is_transformer(text: str) -> bool:
@@ -134,14 +63,13 @@ def transformer_named(text: str) -> Transformer:
     if preset is None:
         raise BadInput(f"there is no transformer {first!r}; {nearest(first.lower(), PRESETS)}")
     options = _options(text, others)
-    chosen = _PRECISIONS["bf16"] if preset.startswith(_BF16) else MIXED
-    precision = options.pop("precision", chosen)
+    precision = options.pop("precision", _PRECISIONS[_FAMILIES[preset].get("precision", "fp16")])
     shown = ",".join([preset, *(f"{key}={value}" for key, value in options.items())])
     return Transformer(shown, replace(PRESETS[preset], **options), precision)
 
 
 def _known(name: str) -> str | None:
-    names = {preset: preset for preset in PRESETS} | _ALIASES
+    names = {preset: preset for preset in PRESETS} | _MODELS["aliases"]
     plain = {name.replace("-", ""): preset for name, preset in names.items()}
     wanted = name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
     return plain.get(wanted) or plain.get(wanted.removesuffix("175b"))
