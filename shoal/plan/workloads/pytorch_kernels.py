@@ -8,12 +8,16 @@ different width, for which PyTorch has slower kernels; "fused" are those of torc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 
 from shoal.cluster.program import Loss, ModelProgram
 from shoal.plan.workloads import Kernel, moving
 
 _FP32 = 4
+_RUNS = msgspec.toml.decode((Path(__file__).parent / "pytorch_kernels.toml").read_bytes())
 
 
 class BlockNumbers(NamedTuple):
@@ -47,76 +51,38 @@ class Width(NamedTuple):
 def pointwise(
     numbers: BlockNumbers, width: Width, compiled: bool
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """Of forward and of backward."""
-    if compiled:
-        return tuple(_compiled(numbers, width)), tuple(_compiled_backward(numbers, width))
-    return tuple(_eager(numbers, width)), tuple(_eager_backward(numbers, width))
+    """Of forward and of backward, as `pytorch_kernels.toml` has them."""
+    runs = _RUNS["compiled" if compiled else "eager"]
+    forward, backward = (tuple(_kernels(runs[way], numbers, width)) for way in runs)
+    return forward, backward
+
+
+def _kernels(rows: list[list[Any]], numbers: BlockNumbers, width: Width) -> Iterator[Kernel]:
+    true = {
+        "": True,
+        "cast": width.is_cast,
+        "same": not width.is_cast,
+        "dropout": numbers.dropout,
+        "gated": numbers.gated,
+        "plain": not numbers.gated,
+    }
+    amounts = {
+        **{name: (size,) if size else () for name, size in numbers._asdict().items()},
+        "weights": numbers.weights,
+        "outputs": (numbers.qkv, numbers.hidden, numbers.inner, numbers.hidden),
+        "rotated": (numbers.qkv + numbers.turned,),
+    }
+    for name, of, times, where, stored, compute, mask in rows:
+        if true[where]:
+            moved = stored * width.stored + compute * width.compute + mask
+            often = numbers.norms if times == "norms" else times
+            yield from [moving(name, moved * size) for size in amounts[of]] * often
 
 
 def casts(numbers: tuple[float, ...], width: Width, name: str = "to_copy") -> Iterator[Kernel]:
     """Of inputs or weights of products; their gradients come back as "to_copy mixed"."""
     if width.is_cast:
         yield from (moving(name, width.cast * one) for one in numbers)
-
-
-def _eager(n: BlockNumbers, width: Width) -> Iterator[Kernel]:
-    add = "add mixed" if width.is_cast else "add"
-    for _ in range(n.norms):
-        yield moving("native_layer_norm", 2 * width.stored * n.hidden)
-    yield from casts((n.hidden,) * n.norms, width)
-    yield from casts(n.weights, width)
-    for _ in range(2):
-        yield moving(add, (2 * width.stored + width.compute) * n.hidden)
-        if n.dropout:
-            yield moving("native_dropout", (2 * width.compute + 1) * n.hidden)
-    if n.turned:
-        yield from (moving("mul", 3 * width.compute * n.turned),) * 3
-    yield moving("silu" if n.gated else "gelu", 2 * width.compute * n.inner)
-    if n.gated:
-        yield moving("mul", 3 * width.compute * n.inner)
-
-
-def _eager_backward(n: BlockNumbers, width: Width) -> Iterator[Kernel]:
-    for _ in range(n.norms):
-        yield moving("native_layer_norm_backward", 3 * width.stored * n.hidden)
-        yield moving("add", 3 * width.stored * n.hidden)
-    yield from casts((n.hidden, n.hidden), width)
-    yield from casts((n.hidden,) * n.norms + n.weights, width, "to_copy mixed")
-    if n.dropout:
-        yield from (moving("native_dropout_backward", (2 * width.compute + 1) * n.hidden),) * 2
-    yield from _sums(n, width)
-    if n.turned:
-        yield from (moving("mul", 3 * width.compute * n.turned),) * 3
-    yield moving("silu_backward" if n.gated else "gelu_backward", 3 * width.compute * n.inner)
-    if n.gated:
-        yield from (moving("mul", 3 * width.compute * n.inner),) * 2
-    yield moving("cat", 2 * width.compute * n.qkv)
-
-
-def _sums(n: BlockNumbers, width: Width) -> Iterator[Kernel]:
-    """Gradients of biases."""
-    if not n.gated:
-        of_outputs = (n.qkv, n.hidden, n.inner, n.hidden)
-        yield from (moving("sum", width.compute * one) for one in of_outputs)
-
-
-def _compiled(n: BlockNumbers, width: Width) -> Iterator[Kernel]:
-    for _ in range(n.norms):
-        yield moving("fused norm", 2 * (width.stored + width.compute) * n.hidden)
-    yield from casts(n.weights, width)
-    if n.turned:
-        yield moving("fused rotary", 2 * width.compute * n.turned)
-    yield moving("fused gelu", (3 if n.gated else 2) * width.compute * n.inner)
-
-
-def _compiled_backward(n: BlockNumbers, width: Width) -> Iterator[Kernel]:
-    for _ in range(n.norms):
-        moved = 3 * width.stored + 2 * width.compute
-        yield moving("fused norm backward", moved * n.hidden)
-    yield from casts(n.weights, width)
-    yield from _sums(n, width)
-    yield moving("fused gelu backward", (5 if n.gated else 3) * width.compute * n.inner)
-    yield moving("fused cat", 2 * width.compute * (n.qkv + n.turned))
 
 
 class LossCost(NamedTuple):
