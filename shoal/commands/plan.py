@@ -52,6 +52,7 @@ def plan(
     with _progress(as_json) as on_priced:
         result = search(subject.workload, hardware, workers, wanted, on_priced)
     found = as_plan(result)
+    notes = asked.notes(subject, workers)
     document = {
         "model": subject.workload.name,
         "cluster": hardware.name,
@@ -64,6 +65,7 @@ def plan(
         "why": found.asked,
         "variants": result.variants,
         "priced": result.priced,
+        "notes": notes,
     }
     on = f"{counted(workers, 'worker')} of {hardware.name}"
     heading = bold(f"{subject.workload.name} on {on}, batch {subject.batch}")
@@ -76,7 +78,7 @@ def plan(
     useful = [] if first is None else goodput_parts(first, hardware)
     said = [f"\n{explain}: {found.asked}"] if found.asked else []
     costs = _costs(found, hardware, subject) if found.ranked else ""
-    lines = [heading, *_parts(found), *useful, *said, *filter(None, [costs]), counts]
+    lines = [heading, *_parts(found), *useful, *said, *filter(None, [costs]), counts, *notes]
     show(document, lines, as_json, wraps=True)
     if not result.ranked:
         raise typer.Exit(1)

@@ -111,7 +111,7 @@ def predict(
         if only_wire:
             said = [gradient_traffic(workload, v.layout(n).replicas, link) for v, n in pairs]
             return _show_wire(found, said, workload.name, as_json)
-        return _show_several(found, subject, as_json)
+        return _show_several(found, subject, asked.notes(subject, workers), as_json)
     (value,) = values
     slower = tuple(sorted(slow_workers(slow or (), hardware, workers).items()))
     layout = value.layout(workers)
@@ -121,10 +121,12 @@ def predict(
     settings = replace(settings, failures=failures, slow=slower)
     predictor = Predictor(workload, hardware, _ORDERS[order])
     prediction = _advised(predictor, value, layout, settings)
+    notes = (*prediction.notes, *asked.notes(subject, workers))
+    prediction = replace(prediction, notes=notes)
     link = link or (hardware.node.nic if hardware.nodes > 1 else hardware.node.fabric)
     traffic = gradient_traffic(workload, layout.replicas, link)
     document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
-    parts = _parts(prediction, workload, traffic)
+    parts = _parts(prediction, workload, traffic, settings)
     if prediction.goodput is not None:
         parts += goodput_parts(prediction.goodput, hardware)
     show(document, parts, as_json, wraps=True)
@@ -154,7 +156,9 @@ def _show_wire(found: list[Prediction], said: list[str], name: str, as_json: boo
     show(documents[0] if len(found) == 1 else several, parts, as_json, wraps=True)
 
 
-def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> None:
+def _show_several(
+    found: list[Prediction], subject: Subject, notes: tuple[str, ...], as_json: bool
+) -> None:
     """One row a number of workers; the speed-up is over the first of them."""
     name = subject.workload.name
     strategies = ", ".join(dict.fromkeys(one.strategy for one in found))
@@ -163,11 +167,13 @@ def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> N
     heads += ["memory", "most of it"]
     table = plain_table("", heads, [_cells(one, found[0]) for one in found])
     table.columns[-1].justify = "left"
-    document = {"model": name, "predictions": [one.as_dict() for one in found]}
-    show(document, [bold(heading), table], as_json, wraps=True)
+    document = {"model": name, "predictions": [one.as_dict() for one in found], "notes": notes}
+    show(document, [bold(heading), table, *notes], as_json, wraps=True)
 
 
-def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Part]:
+def _parts(
+    prediction: Prediction, workload: Workload, traffic: str, settings: PlanSettings
+) -> list[Part]:
     spread = _spread(prediction)
     hardware = f"{counted(prediction.workers, 'worker')} of {prediction.cluster}"
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
@@ -176,7 +182,7 @@ def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Par
         f"batch {prediction.batch}: {show_seconds(prediction.step_s)} a step "
         f"({spread}), {prediction.samples_per_s:.3g} samples/s{utilization}"
     )
-    no_room = "" if prediction.fits else does_not_fit(prediction)
+    no_room = "" if prediction.fits else does_not_fit(prediction, settings)
     lines = [no_room, prediction.convergence, *prediction.notes]
     tables = [_parts_table(prediction), _memory_table(prediction)]
     return [bold(heading), traffic, *tables, *(line for line in lines if line)]

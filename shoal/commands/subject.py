@@ -33,6 +33,7 @@ class Subject:
 
     workload: Workload
     batch: int
+    follows: bool = False  # the batch is larger with more workers
 
 
 def workload_of_script(script: str, args: Sequence[str] | None = None) -> Subject:
@@ -102,7 +103,8 @@ class SubjectOptions:
             raise BadInput("name a script or a model such as gpt-3, or give its sizes with --gpt")
         workload = named_workload(self.model, self.gpt, self.precision, self.program())
         if workload is not None:
-            return Subject(workload, self.batch or default_batch(workload, workers))
+            batch = self.batch or default_batch(workload, workers)
+            return Subject(workload, batch, self.batch is None)
         if self.precision is not None:
             raise BadInput("--precision is for transformers; a script says its precision itself")
         script = str(self.model)
@@ -113,6 +115,22 @@ class SubjectOptions:
             )
         found = workload_of_script(script, self.args)
         return Subject(found.workload, self.batch or found.batch)
+
+    def notes(self, subject: Subject, workers: int) -> tuple[str, ...]:
+        """What was taken for granted."""
+        said = []
+        if subject.follows:
+            said.append(
+                f"--batch was not given: {subject.batch} follows from -n, at most 16 samples a "
+                "worker and about 4 million tokens"
+            )
+        here = named_cluster(self.cluster or THIS_MACHINE)
+        is_here = self.cluster in (None, THIS_MACHINE) and self.network is None
+        if is_here and workers > here.devices:
+            nodes = here.of_size(workers).nodes
+            counts = f"{nodes} machines like it are counted" if nodes > 1 else "they share it"
+            said.append(f"this machine has room for {counted(here.devices, 'worker')}: {counts}")
+        return tuple(said)
 
     def settings(self, batch: int) -> PlanSettings:
         program = self.program()

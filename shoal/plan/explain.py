@@ -65,7 +65,7 @@ def why_first(one: Prediction) -> str:
 def why(one: Priced, best: Priced) -> str:
     """One sentence why a strategy stands where it stands."""
     if not one.prediction.fits:
-        return does_not_fit(one.prediction)
+        return does_not_fit(one.prediction, one.candidate.settings)
     if one is best:
         return why_first(one.prediction)
     mine, first = one.prediction, best.prediction
@@ -86,12 +86,21 @@ def why(one: Priced, best: Priced) -> str:
     return words if is_faster(first, mine) else f"equal to the first within their ranges; {words}"
 
 
-def does_not_fit(one: Prediction) -> str:
+def does_not_fit(one: Prediction, settings: PlanSettings) -> str:
+    """With what else would help, of what was not given."""
     kind, most = largest_kind(one.memory)
     need, limit = (show_bytes(size) for size in (one.memory.total, one.memory_limit_bytes))
     over = one.memory.total / one.memory_limit_bytes - 1
     words = f"a near miss, {over:.1%} too large" if over < NEAR_MISS else "does not fit"
-    less = "--recompute full or --microbatch 1 keeps fewer; " if kind == "activations" else ""
+    ways = [
+        way
+        for way, is_given in (
+            ("--recompute full", settings.recompute == "full" or "recompute=True" in one.strategy),
+            ("--microbatch 1", settings.microbatch == 1 or one.microbatches == one.batch),
+        )
+        if not is_given and kind == "activations"
+    ]
+    less = f"{' or '.join(ways)} keeps fewer; " if ways else ""
     sizes = f"{need} of {limit}, of which {kind} {show_bytes(most)}"
     return f"{words}: {sizes}; {less}shoal plan finds what fits"
 

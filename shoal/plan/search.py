@@ -82,28 +82,32 @@ def plainest_first(found: Iterable[Priced]) -> list[Priced]:
         return []
     fastest_s = min(one.seconds for one in ordered)
     equal = [one for one in ordered if one.seconds <= fastest_s * AS_FAST]
-    first = min(equal, key=_plainness)
+    first = min(equal, key=lambda one: (_plainness(one), one.seconds))
     return [first, *(one for one in ordered if one is not first)]
 
 
-def _plainness(one: Priced) -> tuple[int, int, float]:
+def _plainness(one: Priced) -> tuple[int, int]:
     strategy = one.candidate.strategy
     name = strategy.sync.name if strategy.sync is not None else _KNOWN[0]
     known = _KNOWN.index(name) if name in _KNOWN else len(_KNOWN)
-    return len(strategy.splits), known, one.seconds
+    return len(strategy.splits), known
 
 
-def order(one: Priced) -> tuple[float, float, int]:
-    """Equal times, up to a thousandth, are ordered by memory and by the length of the notation."""
+Order = tuple[float, tuple[int, int], float, int, str]
+
+
+def order(one: Priced) -> Order:
+    """Equal times, up to a thousandth: the plainest first, then the smaller and the shorter."""
     time = round(math.log(max(one.seconds, 1e-12)) / math.log(_EQUAL))
-    return time, one.prediction.memory.total, len(one.prediction.strategy)
+    text = one.prediction.strategy
+    return time, _plainness(one), one.prediction.memory.total, len(text), text
 
 
 def _needs(one: Priced) -> float:
     return one.prediction.memory.total
 
 
-def _too_large(one: Priced) -> tuple[bool, tuple[float, float, int]]:
+def _too_large(one: Priced) -> tuple[bool, Order]:
     """Near misses first, then by time."""
     prediction = one.prediction
     limit = (1 + NEAR_MISS) * prediction.memory_limit_bytes

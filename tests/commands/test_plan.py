@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cluster.discover import this_machine
+from shoal.runtime.wording import counted
 from tests import scripts
 from tests.commands.terminal import document_of, shoal
 
@@ -162,6 +164,16 @@ def test_a_model_that_does_not_fit_is_told_what_helps_and_how_long_its_gradients
     said = " ".join(shoal("predict", *words).stdout.split())
     assert "27.9 s on the wire of one InfiniBand HDR" in said
     assert "--recompute full or --microbatch 1 keeps fewer; shoal plan finds what fits" in said
+
+
+def test_what_was_taken_for_granted_is_said() -> None:
+    here = this_machine().devices
+    said = document_of("predict", "-n", str(2 * here), "-s", "ddp", "gpt-2")["notes"]
+    assert any(f"--batch was not given: {32 * here} follows from -n" in note for note in said)
+    assert any(f"this machine has room for {counted(here, 'worker')}" in note for note in said)
+    asked = document_of("predict", "-n", "1", "--batch", "8", "gpt-2")["notes"]
+    assert not any("--batch" in note or "room for" in note for note in asked)
+    assert any("follows from -n" in note for note in document_of("plan", *SMALL)["notes"])
 
 
 OWN = """

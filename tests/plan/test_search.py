@@ -15,7 +15,7 @@ from shoal.plan.accuracy import DENSE, MEASURED, RANGES, kind_of, places, what_w
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import does_not_fit, in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
-from shoal.plan.prediction import Prediction
+from shoal.plan.prediction import DeviceMemory, Prediction
 from shoal.plan.search import SearchOptions, SearchResult, plainest_first, search
 from shoal.plan.step.collective_time import RankGroup
 from shoal.plan.workloads.traced_workload import TracedWorkload
@@ -119,7 +119,18 @@ def test_a_plan_that_is_a_little_too_large_is_a_near_miss() -> None:
     one = found(80).ranked[0].prediction
     for size, words in ((1.03, "a near miss, 3.0% too large"), (1.2, "does not fit")):
         limited = replace(one, memory_limit_bytes=one.memory.total / size)
-        assert does_not_fit(limited).startswith(words)
+        assert does_not_fit(limited, BATCH).startswith(words)
+
+
+def test_what_does_not_fit_is_not_told_to_do_what_it_does() -> None:
+    one = replace(found(80).ranked[0].prediction, microbatches=1, batch=64)
+    large = replace(one, memory=DeviceMemory(activations=1e15))
+    full, single = replace(BATCH, recompute="full"), replace(BATCH, microbatch=1)
+    assert "--recompute full or --microbatch 1 keeps fewer" in does_not_fit(large, BATCH)
+    assert "; --microbatch 1 keeps fewer" in does_not_fit(large, full)
+    assert "; --recompute full keeps fewer" in does_not_fit(large, single)
+    both = replace(full, microbatch=1)
+    assert "keeps fewer" not in does_not_fit(large, both)
 
 
 def test_of_one_layout_none_is_slower_and_larger_than_another() -> None:
