@@ -99,7 +99,8 @@ def _cluster(name: str, runs: str) -> Cluster:
         there = replace(there, node=replace(there.node, devices=4, nics=4))
     elif name == "h100 96 GB":
         there = load_cluster("dgx-h100")
-        there = replace(there, device=replace(there.device, memory_bytes_per_s=2.4e12))
+        limited = replace(there.device, memory_bytes_per_s=2.4e12, power_limit_watts=500)
+        there = replace(there, device=limited)
     else:
         there = load_cluster(name)
     device = there.device

@@ -164,6 +164,8 @@ class SubjectOptions:
         if self.limit is not None:
             cluster = cluster.with_memory(float(parse_bytes(self.limit)))
         if self.power_limit is not None:
+            if cluster.device.watts is None:
+                raise BadInput(f"--power-limit: [device] of {cluster.name} does not say its watts")
             device = replace(cluster.device, power_limit_watts=self.power_limit)
             cluster = replace(cluster, device=device)
         return cluster.of_size(workers)

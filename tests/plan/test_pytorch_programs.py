@@ -13,7 +13,8 @@ import pytest
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.program import PYTORCH, ModelProgram
 from shoal.cluster.toml_file import cluster_text, parse_cluster
-from shoal.commands.subject import program_on
+from shoal.commands.subject import SubjectOptions, program_on
+from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.prediction import Prediction
 from shoal.plan.workloads import Split
@@ -99,6 +100,14 @@ def test_operations_that_are_recomputed_are_not_kept() -> None:
 def test_half_of_the_power_leaves_three_quarters_of_the_clock() -> None:
     limited = replace(H200.device, power_limit_watts=350)
     assert limited.flops_of("bf16") / H200.device.flops_of("bf16") == pytest.approx(0.76, abs=0.01)
+
+
+def test_a_limit_of_power_needs_a_cluster_that_says_its_watts() -> None:
+    asked = SubjectOptions("gpt-2", power_limit=350, cluster="dgx-a100")
+    device = asked.hardware(1).device
+    assert device.flops_of("bf16") == pytest.approx((350 / 400) ** 0.4 * 312e12, rel=0.01)
+    with pytest.raises(BadInput, match="laptop does not say its watts"):
+        replace(asked, cluster="laptop").hardware(1)
 
 
 def test_a_cluster_file_says_what_its_programs_run_and_options_come_first() -> None:
