@@ -75,7 +75,8 @@ WorkerNumbers = Annotated[
     str, typer.Option("--workers", "-n", metavar="INTEGERS", help="Such as 4; 1,2,4; 1,2,…,1024.")
 ]
 CHECKPOINT = option(
-    "Save in DIR every 100 steps or as many as given, and when the run is preempted; "
+    "Save in DIR every 100 steps of the optimizer, or as many as given, and when the run is "
+    "preempted; "
     "continue from what is there.",
     metavar="DIR[:every=STEPS]",
 )

@@ -26,8 +26,10 @@ def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset:
     """`is_full_dataset`: a step is on all samples."""
     batch_size, epochs = options.batch_size, options.epochs
     for name, value in (("batch_size", batch_size or 0), ("epochs", epochs)):
-        if not hasattr(value, "__index__"):
-            raise BadInput(f"{name} of job.batches is a whole number, not {value!r}")
+        if not hasattr(value, "__index__") or value < 0:
+            raise BadInput(
+                f"{name} of job.batches counts from 1, and is a whole number, not {value!r}"
+            )
     is_dataset = batch_size is not None and not is_stream(data)
     if options.sampler is not None:
         _check_sampler(options.sampler, is_dataset, epochs)

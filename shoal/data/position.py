@@ -131,6 +131,11 @@ class Positions:
             )
         return 0
 
+    def is_counted(self, counters: Sequence[int | None]) -> bool:
+        """Whether a loop that counts, such as over a range, is around these and the latest loop."""
+        latest = self.loops[-1].place if self.loops else None
+        return latest is not None and counters[:1] == latest.counters[:1] not in ((), (None,))
+
     @property
     def has_reached_all(self) -> bool:
         """Whether the script has come as far as the run that saved."""

@@ -79,6 +79,11 @@ class BatchStream:
             )
         return self._loop(source, options.epochs, self._last_step(data, options))
 
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether the script is inside a loop over batches."""
+        return bool(self._under_way)
+
     def restore(self, delivered: int, positions: Positions | None) -> None:
         """Go on after `delivered` batches; a worker that came back knows no positions."""
         self.delivered = delivered

@@ -351,6 +351,8 @@ def read_terms(text: str, terms: Terms) -> list[Any]:
     except SyntaxError as error:
         why = re.split(r"[.:;] ", error.msg)[0]  # the rest is advice on Python
         why += f" at character {error.offset}" if error.offset else ""
+        if text.endswith("+"):
+            why = "there is no term behind the last +"
     except (RecursionError, MemoryError):
         why = "it is nested too deeply"
     except ValueError:  # NUL bytes, lone surrogates, numbers of thousands of digits

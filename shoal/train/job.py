@@ -334,6 +334,8 @@ class Job(LoopMethods):
         it writes while training goes on: the next save, a load and the end of training wait for it,
         and raise if it could not be written.
         """
+        if not str(path):
+            raise BadInput('job.save("") names no folder: job.save("model")')
         self._refuse_in_finished_epoch("save")
         if Path(path).suffix in _SUFFIXES_OF_FILES:
             self._say_once(
@@ -476,13 +478,22 @@ class Job(LoopMethods):
     def _refuse_in_finished_epoch(self, call: str) -> None:
         """It would be of the weights of a later epoch; workers that came back get what it was."""
         stream = self._stream
-        if not stream.is_passing or stream.positions.in_epochs or self._meetings.takes_returns:
+        will_continue = self.checkpoints.saves_itself and not stream.is_in_loop
+        if not (stream.is_passing or will_continue) or self._meetings.takes_returns:
             return
-        if place_of_caller(stream.trains_in, call).counters:
+        if stream.positions.in_epochs:
+            return
+        counters = place_of_caller(stream.trains_in, call).counters
+        if stream.is_passing and counters:
             raise BadInput(
                 f"job.{call} in an epoch that was finished before the checkpoint would be of the "
                 f"weights of step {self.steps}: write `for epoch in job.epochs(n):`, which begins "
                 "with the epoch that is left"
+            )
+        if will_continue and stream.positions.is_counted(counters):
+            self._say_once(
+                f"a run that continues could not repeat job.{call} in epochs that are finished, "
+                "and would end: write `for epoch in job.epochs(n):` around it"
             )
 
     @property

@@ -151,9 +151,10 @@ def test_a_batch_that_is_smaller_than_the_world_is_refused(world: World) -> None
         world(3, lambda g: job_of(g).batches(samples(10), 2))
     with pytest.raises(BadInput, match="a batch of 2 samples cannot be shared by 3 replicas"):
         world(3, lambda g: next(job_of(g).batches([samples(2).tensors])))
-    for batch_size in (0, -1):
-        with pytest.raises(BadInput, match="cannot be shared"):
-            job_of().batches(samples(10), batch_size)
+    with pytest.raises(BadInput, match="cannot be shared"):
+        job_of().batches(samples(10), 0)
+    with pytest.raises(BadInput, match=r"batch_size of job\.batches counts from 1"):
+        job_of().batches(samples(10), -1)
 
 
 def test_what_is_no_data_or_no_order_is_refused() -> None:
@@ -168,6 +169,7 @@ def test_what_is_no_data_or_no_order_is_refused() -> None:
         (iter([]), {"epochs": 2}, "cannot repeat a generator"),
         (samples(0), {"batch_size": 4}, "nothing to train on"),
         (samples(8), {"batch_size": 4, "epochs": 0}, "nothing to train on"),
+        (samples(8), {"batch_size": 4, "epochs": -1}, "epochs .* counts from 1"),
         (DataLoader(NUMBERS, 64, drop_last=True), {}, "nothing to train on: .* less than a batch"),
         (NUMBERS, {"batch_size": 4, "sampler": distributed}, "as for one device"),
         (NUMBERS, {"batch_size": 4, "sampler": [[1, 2]]}, "lists of them: .* batch_sampler"),

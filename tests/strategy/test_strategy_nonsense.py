@@ -88,7 +88,7 @@ NONSENSE = {
     "'ddp'": "as a term of a strategy",
     "(x := ddp)": "as a term of a strategy",
     "f'{ddp}'": "as a term of a strategy",
-    "ddp +": 'cannot read "ddp +" as a strategy: invalid syntax',
+    "ddp +": 'cannot read "ddp +" as a strategy: there is no term behind the last +',
     "ddp(": "'(' was never closed",
     "import os": "cannot read",
     "ddp\0": "cannot read",

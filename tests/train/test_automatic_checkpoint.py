@@ -92,6 +92,25 @@ def test_trial_runs_neither_save_nor_load(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("how", ["range", "job.epochs", "behind", "inside"])
+def test_a_loop_that_could_not_go_on_after_a_crash_is_told_when_it_evaluates_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    job = job_in(tmp_path)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with job.checkpoints.finishing():
+        for _ in job.epochs(2) if how == "job.epochs" else range(2):
+            for batch in job.batches(samples(10), batch_size=5):
+                step(batch)
+                if how == "inside":
+                    job.evaluate(F.cross_entropy, samples(5), 5)
+            if how in ("range", "job.epochs"):
+                job.evaluate(F.cross_entropy, samples(5), 5)
+        job.evaluate(F.cross_entropy, samples(5), 5)
+    said = "could not repeat job.evaluate in epochs that are finished"
+    assert capsys.readouterr().err.count(said) == (how == "range")
+
+
 def test_later_calls_of_shoal_run_have_folders_of_their_own() -> None:
     config = CheckpointConfig(Path("saved"))
     assert config.of_call(1) == config

@@ -38,6 +38,11 @@ MISTAKES: list[tuple[Callable[[Any], object], str]] = [
         lambda job: job.step(mlp(), nn.CrossEntropyLoss, optimizer=SGD),
         "the loss is the class CrossEntropyLoss: give job.step an object, CrossEntropyLoss()",
     ),
+    (lambda job: job.save(""), 'job.save("") names no folder: job.save("model")'),
+    (
+        lambda job: job.step(mlp(), F.cross_entropy, optimizer=SGD)(*samples(4).tensors),
+        "step(batch) takes a batch as one argument, such as step((inputs, targets)), not 2",
+    ),
     (lambda job: job.world_size, "a job has no 'world_size': it is job.size here"),
     (lambda job: job.evalute, "a job has no 'evalute': did you mean 'evaluate'?"),
 ]

@@ -436,3 +436,25 @@ def test_a_loop_whose_workers_compute_the_same_batches_says_so(
 
     world(3, body)
     assert capsys.readouterr().err.count("computes the same batches") == (0 if of_each else 1)
+
+
+@pytest.mark.parametrize("of_each", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)", "ps"])
+def test_a_step_whose_workers_compute_the_same_batches_says_so(
+    world: World, capsys: pytest.CaptureFixture[str], strategy: str, of_each: bool
+) -> None:
+    x, y = samples(12).tensors
+    models = [mlp() for _ in range(3)]
+
+    def body(group: Any) -> None:
+        job = Job(parse(strategy), group, device=torch.device("cpu"))
+        step = job.step(
+            models[job.rank], F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1)
+        )
+        start = 4 * job.rank if of_each else 0
+        for _ in range(4):
+            step((x[start : start + 4], y[start : start + 4]))
+        job.close()
+
+    world(3, body)
+    assert capsys.readouterr().err.count("computes the same batches") == (0 if of_each else 1)

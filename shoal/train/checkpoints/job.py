@@ -237,6 +237,10 @@ class JobCheckpoints:
         """
         return self._config.checkpoint.folder if self._state.models and not self.dry else None
 
+    @property
+    def saves_itself(self) -> bool:
+        return self._own_folder is not None
+
     def continue_latest(self) -> None:
         """Before the first batch: go on from the latest checkpoint, if asked to."""
         if self._has_continued or not self._state.models:

@@ -25,6 +25,7 @@ from shoal.replica.compiled import is_optimized, uncompiled
 from shoal.replica.pipeline.split_backward import leaves_of
 from shoal.train.own_loop.rows import LoopForwards, LoopRows
 from shoal.train.own_loop.torch_hooks import clip_for
+from shoal.train.step.alike import AlikeLosses
 from shoal.train.step.options import OnNan, StepOptions
 from shoal.train.step.prepare_model import PreparedModel, check_modules
 from shoal.train.step.run_services import StepContext
@@ -50,7 +51,6 @@ def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequ
     return [part for part, reached in zip(parts, is_reached, strict=True) if reached]
 
 
-_ALIKE = 3
 _SMALLEST_SHARE = 1e-30
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
 
@@ -79,7 +79,7 @@ class OwnLoop:
         self.stepped: LoopPart | None = None  # by an optimizer since the last batch
         self._leader: LoopPart | None = None  # without batches a step ends when this one steps
         self._losses: list[Tensor] = []  # of the backward passes of this step
-        self._alike = 0  # first losses that were the same on all workers
+        self._alike = AlikeLosses(lambda line: context().say(line), mesh.data.size)
         self._global_loss: Tensor | None = None  # of the latest one
         self._run = context().with_faults(torch.autograd.backward, self._step_number)
 
@@ -170,23 +170,11 @@ class OwnLoop:
             syncs = [part.sync for part in reached if part.sync.collects]
             own = loss
             loss = syncs[0].loss(loss) if syncs else loss
-            if self._alike < _ALIKE and syncs and self.rows.batch is None:
-                self._note_alike(own, loss)
+            if syncs and self.rows.batch is None:
+                self._alike.note(own, loss)
             self._losses.append(loss)
         self._global_loss = loss
         return loss.clone()
-
-    def _note_alike(self, own: Tensor, mean: Tensor) -> None:
-        """Said where all workers have the same losses: they have the same batches."""
-        if self.mesh.data.size == 1 or not torch.allclose(own, mean.to(own.dtype), rtol=1e-6):
-            self._alike = _ALIKE
-            return
-        self._alike += 1
-        if self._alike == _ALIKE:
-            self._context().say(
-                "each worker computes the same batches: job.batches(loader), or a dataset and "
-                "batch_size, gives each of them its rows"
-            )
 
     # ------------------------------------------------------------------ steps of the job
 

@@ -30,6 +30,7 @@ from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import SyncTerm
 from shoal.sync import Sync
 from shoal.sync.optimizer_step import OptimizerStep
+from shoal.train.step.alike import AlikeLosses
 from shoal.train.step.cut_batch import BatchCutter
 from shoal.train.step.options import StepOptions
 from shoal.train.step.prepare_model import KnownParameters, PreparedModel
@@ -76,6 +77,7 @@ class Step:
         self.embeddings: list[Embedding] = self.prepared.embeddings
         self.parameters = KnownParameters(self.model)
         self.compute: Compute = self.engine.run
+        self.alike = AlikeLosses(self.shard.say, self.mesh.data.size)
 
     @property
     def optimizer(self) -> NoReturn:
@@ -86,8 +88,14 @@ class Step:
             "which gives a loop of your own its optimizer"
         )
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
         """The loss; where the loss function returns several numbers, all of them in its form."""
+        if len(given) != 1:
+            raise BadInput(
+                "step(batch) takes a batch as one argument, such as step((inputs, targets)), not "
+                f"{len(given)}"
+            )
+        [batch] = given
         return self.attempt(batch) if self.around is None else self.around(self, batch)
 
     def attempt(self, batch: Any, reports: bool = True) -> Any:
@@ -216,7 +224,10 @@ class Step:
             update_running_statistics(self.model, self.mesh.dp, missing)
         self._numbers = self._other_numbers()
         self.sync.finish()
-        return self.sync.loss(local)
+        loss = self.sync.loss(local)
+        if self.latest is None and self.sync.collects and self.sync.synchronous:
+            self.alike.note(local * self.mesh.data.size, loss)
+        return loss
 
     def compile_errors(self) -> AbstractContextManager[None]:
         return nullcontext() if self.compiler is None else self.compiler.errors(self.model)
