@@ -28,7 +28,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.store.authenticated import generation_name, own_generation
-from shoal.runtime.config import RunConfig, gloo_settings, keep_nccl_errors
+from shoal.runtime.config import RunConfig, gloo_settings, no_watchdog
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built
@@ -129,7 +129,7 @@ def _join_world(spec: GroupSpec, kept: list[Store]) -> None:
         store = next(rendezvous(spec.init_method, spec.rank, spec.size))[0]
     named = PrefixStore(spec.name, store)
     if spec.notices_losses and is_built():
-        keep_nccl_errors()
+        no_watchdog()
     if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
         own = own_generation(named, spec.rank, spec.size)
     else:

@@ -330,9 +330,9 @@ def gloo_settings(is_one_host: bool, is_unused: bool = False) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def keep_nccl_errors() -> None:
-    """From now on the watchdog of torch ends no process for what fails in NCCL."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+def no_watchdog() -> None:
+    """From now on torch starts none for NCCL: it prints frames of C++, and ends the process."""
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 
 
 def _has_loopback() -> bool:

@@ -18,6 +18,7 @@
     meetings-1           what all workers did together (comm/members/meetings.py, elastic_sum.py)
     begun-1-0            the step that worker 0 is in (train/agreement.py)
     members-1            groups of an elastic run (comm/members/membership.py)
+    nccl-1-2             where the GPUs of its generation 2 meet (comm/executors/elastic_nccl.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
@@ -109,6 +110,7 @@ class RunDir:
     begun_steps = _Files("begun-{}")  # by the numbers of that call and of the worker
     meetings = _Files("meetings-{}")  # by the number of the call of shoal.run
     members = _Files("members-{}")
+    nccl_store = _Files("nccl-{}")
     start_folder = _Files("start-{}")
     memory_folder = _Files("memory-{}")  # by a name
     training = _Files("training-{}")  # it has called shoal.run

@@ -39,6 +39,7 @@ class LongWait(NamedTuple):
     whom: str
     doing: str
     since_ns: int
+    is_certain: bool = False  # the other one is stopped, or silent: it is said sooner
 
 
 Source = Callable[[], LongWait | None]  # a method that knows what its object waits for, if asked
@@ -170,7 +171,8 @@ class Watcher(Periodic):
         for wait, noted_as in [*((n.current_wait(), n) for n in noted), *asked]:
             key = (wait.since_ns, wait.doing)
             seen.add(key)
-            first_ns = wait.since_ns + int(self._config.notice_s * 1e9)
+            notice_s = self._config.notice_s / (2 if wait.is_certain else 1)
+            first_ns = wait.since_ns + int(notice_s * 1e9)
             self._tell(wait, self._said.setdefault(key, _Said(first_ns)), noted_as)
         self._said = {key: said for key, said in self._said.items() if key in seen}
 

@@ -13,25 +13,37 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.executors.nccl import LatestCall
+from shoal.comm.executors import nccl_watch
+from shoal.comm.executors.nccl import GpuWork, NcclCalls
 from shoal.comm.executors.nccl_watch import NcclWatch
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
+from shoal.runtime import clock
 from shoal.transport.shm.segment import is_built
 from tests.comm.test_shared_memory_processes import on_shm_processes
 from tests.comm.threads import memory_of, on_shm_threads
+from tests.coordinator.helpers import until
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 
 
-class Unfinished:
-    def is_completed(self) -> bool:
+class End:
+    """An event of a GPU that does not come."""
+
+    def query(self) -> bool:
         return False
 
+    def synchronize(self) -> None:
+        """NCCL was aborted: the GPU goes on."""
 
-def watched(group: Group, limit_s: float = 1800.0) -> tuple[NcclWatch, Any, list[PeerLost]]:
-    nccl: Any = SimpleNamespace(rank=group.rank, size=group.size)
-    nccl.latest = LatestCall("all_reduce #3 over NCCL")
+
+def watched(
+    group: Group, limit_s: float = 1800.0, waits_in: str = ""
+) -> tuple[NcclWatch, Any, list[PeerLost]]:
+    calls = NcclCalls(record=End)
+    calls.latest = "all_reduce #3 over NCCL"
+    if waits_in:
+        calls.wait(waits_in, clock.monotonic_ns())
     found: list[PeerLost] = []
     ended = threading.Event()
 
@@ -39,8 +51,8 @@ def watched(group: Group, limit_s: float = 1800.0) -> tuple[NcclWatch, Any, list
         found.append(lost)
         ended.set()
 
-    watch = NcclWatch(nccl, memory_of(group), end, limit_s)
-    return watch, SimpleNamespace(ended=ended, nccl=nccl), found
+    watch = NcclWatch(memory_of(group), calls, end, limit_s)
+    return watch, SimpleNamespace(ended=ended, calls=calls), found
 
 
 def test_a_rank_that_fails_is_named_with_the_operation() -> None:
@@ -90,8 +102,7 @@ def test_ranks_that_finish_one_after_the_other_lose_none() -> None:
 
 def test_a_call_that_does_not_end_within_the_limit_of_the_run_is_named() -> None:
     def body(group: Group) -> list[PeerLost]:
-        watch, at, found = watched(group, limit_s=0.01)
-        at.nccl.latest.works = [Unfinished()]
+        watch, at, found = watched(group, 0.01, "all_reduce #3 over NCCL")
         with watch:
             assert at.ended.wait(20)
         return found
@@ -100,11 +111,57 @@ def test_a_call_that_does_not_end_within_the_limit_of_the_run_is_named() -> None
         assert found[0].after_s == 0.01 and "all_reduce #3 over NCCL" in str(found[0])
 
 
-def test_the_tensors_of_a_call_that_a_gpu_has_done_are_released() -> None:
+def test_a_rank_that_others_wait_for_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_watch, "_LONG_S", 0.0)
+    monkeypatch.setattr(nccl_watch, "_PERIOD_S", 0.01)
+    is_known = threading.Event()
+    both_know = threading.Barrier(2)
+
+    def body(group: Group) -> str:
+        watch, _, _ = watched(group, waits_in="" if group.rank == 2 else "all_reduce #4 over NCCL")
+        with watch:
+            if group.rank == 2:
+                assert is_known.wait(20)
+                return ""
+            until(lambda: watch.current_wait() is not None, "an answer")
+            whom = watch.current_wait().whom
+            both_know.wait(20)
+            is_known.set()
+        return str(whom)
+
+    first, second, _ = on_shm_threads(3, body)
+    assert first == second == "rank 2 (has called nothing since all_reduce #3 over NCCL)"
+
+
+def test_a_stopped_rank_is_named_and_killed_at_the_limit() -> None:
+    def body(group: Group) -> str:
+        watch, at, found = watched(group, 0.01)
+        with watch:
+            if group.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            until(lambda: memory_of(group).segment.is_stopped(1), "rank 1 stops")
+            at.calls.wait("all_reduce #3 over NCCL", clock.monotonic_ns())
+            assert at.ended.wait(20)
+        return str(found[0])
+
+    said, _ = on_shm_processes(2, body)
+    assert said.startswith("rank 0 lost rank 1 after 0.01 s in all_reduce #3 over NCCL (rank 1: ")
+    assert "is stopped" in said
+
+
+def test_a_wait_for_a_lost_rank_ends_with_its_loss_in_elastic_runs() -> None:
+    calls = NcclCalls(confirms=True, record=End)
+    calls.wait("all_reduce #2 over NCCL", 0)
+    calls.lose(PeerLost(0, 1, "all_reduce #3 over NCCL"))
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in all_reduce #4 over NCCL"):
+        calls.wait("all_reduce #4 over NCCL", 0)
+
+
+def test_a_call_that_was_waited_for_holds_no_tensors() -> None:
     tensors = torch.zeros(4)
-    done = SimpleNamespace(is_completed=lambda: True, tensors=tensors)
-    latest = LatestCall(works=[done])
+    of_torch = SimpleNamespace(block_current_stream=lambda: None, tensors=tensors)
+    calls = NcclCalls(record=End)
+    GpuWork([of_torch], calls, "all_reduce #3 over NCCL", 0).wait()
     held = weakref.ref(tensors)
-    del done, tensors
-    assert held() is not None
-    assert latest.unfinished_since_ns() is None and held() is None
+    del of_torch, tensors
+    assert calls.unfinished() is not None and held() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,17 +66,19 @@ def trained(
         return losses, {name: tensor.cpu() for name, tensor in whole(step).items()}
 
 
-def differences(rank: int, size: int, strategy: str, folder: Path) -> dict[str, float]:
-    """By precision, the largest one of a loss or a weight to one device."""
+def differences(
+    rank: int, size: int, strategies: tuple[str, ...], folder: Path
+) -> dict[tuple[str, str], float]:
+    """By strategy and precision, the largest one of a loss or a weight to one device."""
     found = {}
     with gpu_group(rank, size, folder) as group:
         device = group.executor.device
         assert device is not None
-        for precision in TOLERANCES:
+        for strategy, precision in product(strategies, TOLERANCES):
             case = case_of(strategy)
             losses, weights = trained(group, strategy, case, precision, device)
             expected, alone = trained(solo_group(), "single", case, precision, device)
             pairs = [(w, alone[n]) for n, w in weights.items() if w.shape == alone[n].shape]
             pairs.append((torch.tensor(losses), torch.tensor(expected)))
-            found[precision] = max(float((a - b).abs().max()) for a, b in pairs)
+            found[strategy, precision] = max(float((a - b).abs().max()) for a, b in pairs)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.comm.executors.solo import solo_group
+from tests.comm.torch_ranks import forked_ranks
 from tests.gpu.strategies import Case, trained
 from tests.models import samples
 from tests.seeds import seeded
@@ -31,27 +31,22 @@ def deep() -> nn.Module:
 CASE = Case(deep, samples(24), 8, _ADAMW)
 
 
-@pytest.fixture
-def eight_bytes_a_parameter() -> Iterator[None]:
+def limit_to_eight_bytes_a_parameter() -> None:
     """Of the GPU: half of what parameters, gradients and the state of AdamW take."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     held = torch.cuda.memory_reserved()
     limit = held + 8 * sum(p.numel() for p in deep().parameters())
     torch.cuda.set_per_process_memory_fraction(limit / total)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def on_the_gpu(strategy: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return trained(solo_group(), strategy, CASE, "fp32", torch.device("cuda", 0))
 
 
-def test_what_needs_more_than_the_gpu_has_trains_and_is_equal(
-    request: pytest.FixtureRequest,
-) -> None:
+def compare(rank: int) -> None:
     losses, weights = on_the_gpu("single")
-    request.getfixturevalue("eight_bytes_a_parameter")
+    limit_to_eight_bytes_a_parameter()
     with pytest.raises(torch.cuda.OutOfMemoryError):
         on_the_gpu("zero(2)")
     for strategy in ("zero(2, offload=True)", "zero(3, offload=True)"):
@@ -59,3 +54,7 @@ def test_what_needs_more_than_the_gpu_has_trains_and_is_equal(
         assert found == pytest.approx(losses, abs=1e-5)
         for name, expected in weights.items():
             torch.testing.assert_close(offloaded[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_needs_more_than_the_gpu_has_trains_and_is_equal() -> None:
+    forked_ranks(compare, 1)  # a process that has used its GPU has no forks which could

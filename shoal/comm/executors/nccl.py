@@ -10,8 +10,9 @@ ranks send to each other is one `exchange`.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,24 +25,77 @@ from shoal.comm.call import Call, Operand, PeerMessage
 from shoal.comm.executor import Executor
 from shoal.comm.executors.torch import Started, Torch
 from shoal.comm.staging import FlatTensor
+from shoal.errors import PeerLost, ShoalError
 from shoal.runtime import clock
 from shoal.transport.transport import TorchWork, Work, Works
 
 
-@dataclass
-class LatestCall:
-    """What a rank has called last, on any of its groups."""
+class UnfinishedCall(NamedTuple):
+    doing: str
+    start_ns: int
+    end: Any  # an event of the GPU
 
-    doing: str = "no call of NCCL"
-    works: list[Any] = field(default_factory=list)  # its own, until the GPU is seen to have done it
-    start_ns: int = 0
 
-    def unfinished_since_ns(self) -> int | None:
-        """None where the GPU has done it: then its tensors, which a work holds, are released."""
-        works = self.works
-        if works and works[0].is_completed():
-            works.clear()
-        return self.start_ns if works else None
+def _recorded() -> Any:
+    """An event after what the GPU was given; None while a graph of CUDA is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+_NOTICED_S = 5.0  # for a thread that listens to the other ranks
+
+
+class NcclCalls:
+    """The calls of a rank on all its groups of NCCL, for the thread that listens to other ranks.
+
+    A call returns before the GPU has done it, so an event is recorded where it was waited for.
+    With `confirms` a wait lasts until then, and raises where a rank was lost meanwhile: NCCL was
+    aborted then, and what it has written is not to be used.
+    """
+
+    def __init__(self, confirms: bool = False, record: Callable[[], Any] = _recorded):
+        self.latest = "no call of NCCL"
+        self.confirms = confirms
+        self.is_calling = False  # a function of torch, which may wait for other ranks
+        self.has_lost = threading.Event()
+        self.lost: PeerLost | None = None
+        self._record = record
+        self._unfinished: deque[UnfinishedCall] = deque()
+        self._changing = threading.Lock()
+
+    def lose(self, lost: PeerLost) -> None:
+        """From now on calls end with it."""
+        self.lost = self.lost or lost
+        self.has_lost.set()
+
+    def check(self, doing: str) -> None:
+        lost = self.lost
+        if lost is not None:
+            raise PeerLost(lost.rank, lost.peer, doing, lost.after_s)
+
+    def unfinished(self) -> UnfinishedCall | None:
+        """The oldest one that the GPU has not done."""
+        with self._changing:
+            while self._unfinished and self._unfinished[0].end.query():
+                self._unfinished.popleft()
+            return self._unfinished[0] if self._unfinished else None
+
+    def wait(self, doing: str, start_ns: int) -> None:
+        """The GPU goes on after this call."""
+        end = self._record()
+        if end is None:
+            return
+        with self._changing:
+            self._unfinished.append(UnfinishedCall(doing, start_ns, end))
+        if self.confirms:
+            self.is_calling = True
+            end.synchronize()
+            self.is_calling = False
+            self.check(doing)
+        self.unfinished()
 
 
 class Nccl(Torch):
@@ -51,10 +105,10 @@ class Nccl(Torch):
     in_order = True
     few_large = True
 
-    def __init__(self, group: dist.ProcessGroup, host: Executor, latest: LatestCall | None = None):
+    def __init__(self, group: dist.ProcessGroup, host: Executor, calls: NcclCalls | None = None):
         super().__init__(group)
         self.host = host
-        self.latest = latest or LatestCall()
+        self.calls = calls or NcclCalls()
         # ranks join at a group's first operation, and not all of them may have a first message
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
@@ -80,7 +134,7 @@ class Nccl(Torch):
     def split(self, ranks: Sequence[int]) -> Nccl | None:
         host = self.host.split(ranks)
         group = self._split_group(ranks)
-        return None if host is None or group is None else Nccl(group, host, self.latest)
+        return None if host is None or group is None else Nccl(group, host, self.calls)
 
     def close(self) -> None:
         self.host.close()
@@ -96,13 +150,33 @@ class Nccl(Torch):
         self.host.record_times()
 
     def _begin(
-        self, name: str, start: Callable[[], Started], timeout_s: float | None = None
+        self,
+        name: str,
+        start: Callable[[], Started],
+        timeout_s: float | None = None,
+        of: str = "",
     ) -> TorchWork:
-        work = super()._begin(name, start, timeout_s)
-        self.latest.doing = work.doing
-        self.latest.start_ns = clock.monotonic_ns()
-        self.latest.works = [work.of_torch]
+        calls = self.calls
+        calls.check(name)
+        calls.is_calling = True
+        try:
+            work = super()._begin(name, start, timeout_s, of)
+        except ShoalError:
+            if calls.confirms and calls.has_lost.wait(_NOTICED_S):
+                calls.check(name)
+            raise
+        finally:
+            calls.is_calling = False
+        works = work.of_torch if isinstance(work.of_torch, list) else [work.of_torch]
+        work.of_torch = GpuWork(works, calls, work.doing, clock.monotonic_ns())
         return work
+
+    def _numbered(self, name: str, of: str) -> str:
+        self.calls.latest = super()._numbered(name, of)
+        return self.calls.latest
+
+    def _of(self, call: Call) -> str:
+        return f" of {call.num_bytes:,} bytes"
 
     def _exchange(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage]) -> TorchWork:
         """One call of NCCL for all of them."""
@@ -119,23 +193,29 @@ class Nccl(Torch):
         ]
 
         def start() -> Started:
-            works = _TorchWorks(dist.batch_isend_irecv(operations))
-            return works, partial(_store, targets)
+            return dist.batch_isend_irecv(operations), partial(_store, targets)
 
         return self._begin(_in_words(sends, receives), start)
 
 
-class _TorchWorks(NamedTuple):
-    """What torch returns for a batch of messages."""
+class GpuWork(NamedTuple):
+    """What torch returns for a call: one work, or that of each message."""
 
     works: Sequence[Any]
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+    calls: NcclCalls
+    doing: str
+    start_ns: int
 
     def wait(self, limit: timedelta | None = None) -> None:
         for work in self.works:
-            work.wait() if limit is None else work.wait(limit)
+            if limit is None:
+                work.block_current_stream()  # `wait` lasts until the GPU has done it: no_watchdog
+            else:
+                work.wait(limit)
+        self.calls.wait(self.doing, self.start_ns)
+
+    def get_future(self) -> Any:
+        return self.works[-1].get_future()
 
 
 def _is_on_gpu(operand: Operand | None) -> bool:

@@ -51,7 +51,7 @@ class Torch(Executor):
             work, finish = self._start(wide)
             return work, finish if wide is call else partial(_in_turn, finish, store)
 
-        return self._begin(call.kind, begin, call.timeout_s)
+        return self._begin(call.kind, begin, call.timeout_s, self._of(call))
 
     def split(self, ranks: Sequence[int]) -> Torch | None:
         """Ranks in ascending order, as torch keeps them."""
@@ -78,10 +78,13 @@ class Torch(Executor):
         self._timed = True
 
     def _begin(
-        self, name: str, start: Callable[[], Started], timeout_s: float | None = None
+        self,
+        name: str,
+        start: Callable[[], Started],
+        timeout_s: float | None = None,
+        of: str = "",
     ) -> TorchWork:
-        self._calls += 1
-        doing = f"{name} #{self._calls}{self.over}"
+        doing = self._numbered(name, of)
         start_ns = time.monotonic_ns() if self._timed else 0
         try:
             started, finish = start()
@@ -91,6 +94,14 @@ class Torch(Executor):
         if self._timed:
             work.time_from(start_ns)
         return work
+
+    def _numbered(self, name: str, of: str) -> str:
+        self._calls += 1
+        return f"{name} #{self._calls}{of}{self.over}"
+
+    def _of(self, call: Call) -> str:
+        """How much, where errors say it."""
+        return ""
 
     def _is_staged(self, data: Tensor) -> bool:
         """Gloo sends no messages from the memory of a GPU: they go through the host's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.comm.executor import Executor
@@ -21,6 +22,7 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built
 
 if TYPE_CHECKING:
+    from shoal.comm.executors.elastic_nccl import ElasticNccl
     from shoal.comm.members.board import GroupMember
     from shoal.comm.members.membership import Generation, GroupMembership
     from shoal.transport.tcp.transport import TcpEngine
@@ -30,10 +32,18 @@ class ElasticGroup(Group):
     """Also the groups that were duplicated from it change with it."""
 
     def __init__(
-        self, membership: GroupMembership, timeout_s: float, hosts: HostNetwork | None = None
+        self,
+        membership: GroupMembership,
+        timeout_s: float,
+        hosts: HostNetwork | None = None,
+        nccl_store: Path | None = None,
     ):
-        """`hosts`: its members are on several."""
-        super().__init__(Solo())
+        """`hosts`: its members are on several. `nccl_store`: each has a GPU, files are made so."""
+        alone = Solo()
+        alone.few_large = alone.in_order = nccl_store is not None
+        super().__init__(alone)
+        self._nccl_store = nccl_store
+        self._nccl: ElasticNccl | None = None
         self.membership = membership
         self._hosts = hosts
         self._connecting = threading.Lock()
@@ -60,6 +70,9 @@ class ElasticGroup(Group):
         Members that wait for this one get a PeerLost, and come as well.
         """
         self._connected((), None)
+        if self._nccl is not None:
+            self._nccl.abandon()
+            self._nccl = None
         self.executor.close()
         executor = self.wrap(self.membership.regroup(admits, can_send, self._form))
         self.bind(executor)
@@ -86,11 +99,22 @@ class ElasticGroup(Group):
         local = share_on_hosts(topology, exchange, limit_s, explains=False)
         if local is None:
             raise self._not_shared(members)
+        if self._nccl_store is not None:
+            return self._over_nccl(generation, local, limit_s)
         if hosts is None:
             return local
         # every wait ends when the board tells of a loss
         ends = self.membership.check_forming, partial(self._connected, members)
         return join_hosts(topology, local, exchange, limit_s, hosts, *ends)
+
+    def _over_nccl(self, generation: Generation, host: Executor, limit_s: float) -> Executor:
+        from torch._C._distributed_c10d import FileStore
+
+        from shoal.comm.executors.elastic_nccl import ElasticNccl
+
+        store = FileStore(f"{self._nccl_store}-{generation.number}", host.size)
+        self._nccl = ElasticNccl(host, store, limit_s)
+        return self._nccl
 
     def _connected(self, members: tuple[GroupMember, ...], engine: TcpEngine | None) -> None:
         with self._connecting:

@@ -183,9 +183,11 @@ class WorkerGroup:
         from shoal.comm.members.membership import GroupMembership
 
         me = GroupMember(self.rank, self._config.incarnation)
-        hosts = None
+        hosts = nccl_store = None
         board: Board
         if run_dir is not None:
+            if self.placement and choose_backend(self.device, self.placement) == "nccl":
+                nccl_store = run_dir.nccl_store(self._number)
             board = FileBoard(run_dir.members(self._number), run_dir)
         else:
             from shoal.comm.members.network_board import open_board
@@ -196,7 +198,7 @@ class WorkerGroup:
         patience_s = self.patience_s + _UNTIL_KILLED_S
         self.membership = GroupMembership(board, me, self.size, patience_s)
         limit_s = self._config.wait.limit_s or DEFAULT_TIMEOUT_S
-        return ElasticGroup(self.membership, limit_s + _UNTIL_KILLED_S, hosts)
+        return ElasticGroup(self.membership, limit_s + _UNTIL_KILLED_S, hosts, nccl_store)
 
     @contextmanager
     def _open_full_group(self, placement: Placement) -> Iterator[Group]:
@@ -239,29 +241,27 @@ class WorkerGroup:
                 yield group
 
     def _notices_losses(self, placement: Placement) -> bool:
-        """Over NCCL, on one host: between hosts the watchdog of torch ends ranks, with its frames.
-
-        Where a strategy survives a loss, it finds out by itself.
-        """
+        """Over NCCL. Where a strategy survives a loss, it finds out by itself."""
         is_nccl = choose_backend(self.device, placement) == "nccl"
-        ends = not self._strategy.survives_loss
-        return is_nccl and ends and is_one_host(placement, self._config)
+        return is_nccl and not self._strategy.survives_loss
 
     def _watch_nccl(self, group: Group, limit_s: float) -> AbstractContextManager[Any]:
         from shoal.comm.executors.nccl import Nccl
         from shoal.comm.executors.nccl_watch import NcclWatch
-        from shoal.comm.executors.shared_memory import SharedMemory
-
-        def end(lost: PeerLost) -> None:
-            self._fail(lost)
-            sys.stdout.flush()
-            say(str(lost))
-            os._exit(1)
+        from shoal.comm.executors.torch import Torch
 
         nccl = group.executor
-        if not isinstance(nccl, Nccl) or not isinstance(nccl.host, SharedMemory):
+        if not isinstance(nccl, Nccl) or isinstance(nccl.host, Torch):
             return nullcontext()
-        return NcclWatch(nccl, nccl.host, end, limit_s)
+        kills = self.run_dir is None  # Shoal's launcher does, when it has heard why a rank ends
+        return NcclWatch(nccl.host, nccl.calls, self._end, limit_s, kills_stopped=kills)
+
+    def _end(self, lost: PeerLost) -> None:
+        """From another thread: no exception reaches a rank that waits for its GPU."""
+        self._fail(lost)
+        sys.stdout.flush()
+        say(str(lost))
+        os._exit(1)
 
     def _check_network(self, placement: Placement) -> bytes | None:
         """The key of the run; BadInput where hosts that are not trusted would reach it.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.waits import LongWait, add_source, process_in_words
+from shoal.runtime.waits import LongWait, add_source, process_in_words, state_of
 from shoal.transport.shm import memfd
 from shoal.transport.shm.flight_recorder import RecordedCall, dump
-from shoal.transport.shm.memfd import Exchange, Offer
+from shoal.transport.shm.memfd import Exchange, Offer, pidfd_send_signal
 from shoal.transport.shm.process_exit import describe_status, exit_status, has_ended
 
 NOT_BUILT = "Shoal was installed without a compiler"
@@ -95,7 +97,17 @@ class Segment:
         return LongWait(f"rank {self.rank}", whom, str(last), since_ns)
 
     def _in_words(self, rank: int) -> str:
-        return f"rank {rank} ({process_in_words(_shm.pid(self.handle, rank))})"
+        return f"rank {rank} ({self.process(rank)})"
+
+    def process(self, rank: int) -> str:
+        return process_in_words(_shm.pid(self.handle, rank))
+
+    def is_stopped(self, rank: int) -> bool:
+        return state_of(_shm.pid(self.handle, rank)) in ("T", "t")
+
+    def kill(self, rank: int) -> None:
+        with suppress(OSError):
+            pidfd_send_signal(_shm.pidfd(self.handle, rank), signal.SIGKILL)
 
     def whom(self, peer: int) -> str:
         """A rank that a message is to come from or to go to."""

@@ -30,6 +30,9 @@ class Message(Protocol):
         """Where a received one came from; known when it is done."""
 
     def poll(self) -> bool: ...
+    def is_lost(self) -> bool:
+        """Whether its peer has gone without it, where `poll` does not tell."""
+
     def wait(self, timeout_s: float | None = None) -> None: ...
 
 
@@ -67,6 +70,9 @@ class AnySourceReceive:
             self._is_elsewhere = True
         return self._is_elsewhere
 
+    def is_lost(self) -> bool:
+        return False
+
     def poll(self) -> bool:
         self._owner.match(self._tag)
         return self.look() and (self._error is not None or self._message.poll())
@@ -103,6 +109,9 @@ class IntraHostMessage:
     def poll(self) -> bool:
         return self._work.poll()
 
+    def is_lost(self) -> bool:
+        return self._work.is_lost()
+
     def wait(self, timeout_s: float | None = None) -> None:
         try:
             self._work.wait(timeout_s)
@@ -123,6 +132,9 @@ class InterHostMessage:
 
     def poll(self) -> bool:
         return self._message.poll()
+
+    def is_lost(self) -> bool:
+        return False
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
