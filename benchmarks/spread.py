@@ -28,8 +28,8 @@ class SpreadPredictor:
         middle = self._middle.predict(strategy, workers, settings)
         fast_s = self._fast.predict(strategy, workers, settings).step_s
         slow_s = self._slow.predict(strategy, workers, settings).step_s
-        low_s = min(middle.low_s, fast_s, slow_s)
-        return replace(middle, low_s=low_s, high_s=max(middle.high_s, slow_s, fast_s))
+        ends_s = (middle.step_s, fast_s, slow_s)
+        return replace(middle, low_s=min(ends_s), high_s=max(ends_s))
 
 
 def at_quartile(cluster: Cluster, fast: bool) -> Cluster:

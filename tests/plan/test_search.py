@@ -11,7 +11,7 @@ import shoal
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
-from shoal.plan.accuracy import DENSE, MEASURED, RANGES, kind_of, places, what_was_seen
+from shoal.plan.accuracy import DENSE, LOCAL, MEASURED, RANGES, kind_of, places, what_was_seen
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import does_not_fit, in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
@@ -112,7 +112,10 @@ def test_ranges_are_those_of_published_runs_but_for_measured_machines() -> None:
     assert between(measured, "single", 1) == MEASURED
     assert between(measured, "zero(3)", 4) == unknown  # what is between them was not measured
     paced = replace(exact, device=replace(exact.device, forward_pace=1.1))
-    assert between(paced, "zero(3)", 4) == (1.0, 1.0)
+    assert between(paced, "zero(3)", 4) == LOCAL["profiled"]
+    cores = replace(exact, device=replace(exact.device, synchronous=True))
+    assert between(cores, "single", 1) == LOCAL["described"]
+    assert all(low < 1 < high for low, high in LOCAL.values())
 
 
 def test_a_plan_that_is_a_little_too_large_is_a_near_miss() -> None:
