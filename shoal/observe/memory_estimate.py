@@ -276,6 +276,7 @@ class EstimateJob(Job):
         accumulates = microbatches > 1 or ep is not None
         accumulates = accumulates or batches is Batches.WHOLE_DATASET
         given: dict[str, Any] = {"accumulates": accumulates and not options.exact}
+        given["is_cast"] = options.precision != "fp32" and not options.compile
         given["on_cpu"] = self._services.config.memory_estimate.on_cpu
         given["exact_microbatches"] = options.microbatches if options.exact else None
         stages = [replace(sizes, **given) for sizes in stage_sizes(model, optimizer, split)]

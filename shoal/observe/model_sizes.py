@@ -19,7 +19,7 @@ from shoal.plan.tracing.recorder import SavedTensors
 from shoal.plan.workloads import StoredRows
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.fsdp.unit_gather import wrap_modules
+from shoal.replica.fsdp.unit_gather import cast_params, wrap_modules
 from shoal.replica.microbatch_context import Loss, call_model, fork_rng
 from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
@@ -49,11 +49,13 @@ def sizes_of(
     flat = FlatParams(meta)
     made = make_optimizer(optimizer, flat.named)
     slices = takes_slices(made)
+    wrapped = wrap_modules(model, trained)
     first_state, state = state_bytes(flat.named, made)
     return ModelSizes(
         flat,
         untrained=sum(t.nbytes for t in untrained),
-        units=[[name_of[p] for p in unit.params] for unit in wrap_modules(model, trained)],
+        units=[[name_of[p] for p in unit.params] for unit in wrapped],
+        products=frozenset(name_of[p] for p in cast_params(wrapped)),
         state=state,
         first_state=first_state,
         takes_slices=slices,

@@ -111,6 +111,7 @@ def most_gradients(buckets: Sequence[FilledBucket], passes: int, room: float) ->
 
 Position = TypeVar("Position", int, float)
 
+CAST_WIDTH = 2  # bytes of a number that zero(3) gathers in the dtype of autocast
 ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
@@ -143,6 +144,11 @@ def sharded_bucket_bytes(buffer_bytes: float, replicas: int) -> int:
 def room_elements(bucket_bytes: int, width: int) -> int:
     """What buckets of zero on their way may take together, where there are more than two."""
     return ON_THE_WAY * bucket_bytes // width
+
+
+def aligned_bytes(elements: int, width: int) -> int:
+    """Of a tensor in memory where each starts on a cache line."""
+    return -(-elements * width // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class BufferLayout:
@@ -244,9 +250,44 @@ class BufferLayout:
         updated = float(sum(one.stop - one.start for one in kept))
         return max(updated, most_gradients(filled, passes if stage > 1 else 1, room))
 
-    def gathered(self, units: Sequence[Sequence[int]], here: Collection[int]) -> int:
-        """Elements of others' tensors under zero(3): root unit, one that computes, the next."""
-        root, *blocks = (
-            sum(self.round_up(self.sizes[i]) for i in unit if i not in here) for unit in units
-        )
+    def owners(self, ranks: int) -> list[int]:
+        """Of each tensor the shard that it is in."""
+        shards = self.shards(ranks)
+        return [
+            next(r for r, where in enumerate(shards) if where.start <= start < where.stop)
+            for start in self.starts
+        ]
+
+    def runs(self, members: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
+        """Tensors of a unit that lie side by side in one shard: zero(3) gathers them together."""
+        runs: list[list[int]] = []
+        for i in sorted(members):
+            if runs and runs[-1][-1] == i - 1 and owners[i - 1] == owners[i]:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        return runs
+
+    def gathered_bytes(
+        self,
+        units: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        here: Collection[int],
+        cast: Collection[int] = (),
+    ) -> int:
+        """Bytes of gathered tensors under zero(3): root unit, one that computes, the next.
+
+        Those in `cast` are gathered in 16 bits; a run with one of them is here twice at its owner.
+        """
+        held = []
+        for unit in units:
+            num_bytes = 0
+            for run in self.runs(unit, owners):
+                if run[0] not in here or any(i in cast for i in run):
+                    num_bytes += sum(self._gathered(i, cast) for i in run)
+            held.append(num_bytes)
+        root, *blocks = held
         return root + max(a + b for a, b in itertools.pairwise([0, *blocks, 0]))
+
+    def _gathered(self, i: int, cast: Collection[int]) -> int:
+        return aligned_bytes(self.sizes[i], CAST_WIDTH if i in cast else self.width)

@@ -33,10 +33,12 @@ class ModelSizes:
     flat: FlatParams  # on the meta device
     untrained: int  # bytes of buffers and frozen parameters
     units: list[list[str]]  # parameters that zero(3) gathers together; the root unit first
+    products: frozenset[str]  # those that it gathers in fewer bits under autocast
     state: dict[str, int]  # bytes of optimizer state of each parameter
     first_state: dict[str, int]  # the same before the first step: Adagrad has it from the start
     statistics: Sequence[int] = ()  # bytes of each running statistic of BatchNorm
     exact_microbatches: int | None = None
+    is_cast: bool = False  # forward runs under autocast
     accumulates: bool = False  # gradients of micro-batches are added up at the parameters
     is_stage: bool = False  # of a pipeline, where that is always so
     duplicates: frozenset[str] = frozenset()  # parameters whose values another stage decides

@@ -445,7 +445,8 @@ class ZeroPlan(SyncPlan[Zero]):
         parameters = held.size * sizes.width + sizes.untrained
         index = {name: i for i, (name, _) in enumerate(sizes.flat.named)}
         units = [[index[name] for name in unit] for unit in sizes.units]
-        gathered = sizes.flat.gathered(units, set(held.params)) * sizes.width
+        cast = {index[name] for name in sizes.products} if sizes.is_cast else set()
+        gathered = sizes.flat.gathered_bytes(units, held.owners, set(held.params), cast)
         return replace(plain, parameters=parameters, gathered=gathered)
 
     @property

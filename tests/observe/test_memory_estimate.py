@@ -123,6 +123,16 @@ def compare(
             assert getattr(estimate, column) == pytest.approx(value, abs=HEADER), column
 
 
+def test_weights_gathered_in_the_dtype_of_autocast(world: World) -> None:
+    found = measured(world, 2, "zero(3)", perceptron, optimizer=ADAMW, precision="bf16")
+    expected = estimated(2, "zero(3)", perceptron, ADAMW, is_cast=True)
+    whole = estimated(2, "zero(3)", perceptron, ADAMW)
+    for rank, held in enumerate(found):
+        assert held.gathered == expected[rank].gathered
+        assert held.parameters == expected[rank].parameters
+        assert held.gathered != whole[rank].gathered
+
+
 SINGLE_AND_SUMS = ["single", "ddp", "ddp(bucket_mb=0.01)", 'mapreduce(batch="mini")']
 ZERO = ["zero(1)", "zero(2)", "zero(3)", "zero(1, elastic=True)", "zero(3, elastic=True)"]
 LOCALSGD = [

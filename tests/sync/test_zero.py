@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.replica.fsdp import unit_gather
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.jobs import after_training
-from tests.models import mlp, samples
+from tests.models import convnet, mlp, samples
 from tests.observe.test_memory_estimate import estimated
-from tests.splitting import assert_close, assert_equal, gpt, on_workers, texts, trained
+from tests.splitting import assert_close, assert_equal, gpt, on_workers, texts, trained, whole
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single
 from tests.test_hybrids import GPT_OPTIONS
 
@@ -204,3 +205,72 @@ def test_no_memory_for_gradients_is_held_before_backward(world: World, stage: st
         return [*held, len(step.sync.gradient_tensors())]
 
     assert on_workers(world, stage, mlp, body, size=2) == [[0, 0, 0]] * 2
+
+
+class Mixed(nn.Module):
+    """Weights of each kind: cast at every use, taken as they are, both, and computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.inner = nn.Linear(12, 12)
+        self.both = nn.Linear(12, 12)
+        self.exact = nn.Linear(12, 12)
+        self.again = nn.Linear(12, 12)
+        self.tied = nn.Linear(12, 7, bias=False)
+        self.tied.weight = self.table.weight
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.table((x[:, 0] > 0).long()) + x.repeat(1, 2))
+        y = torch.tanh(self.inner(y))
+        y = self.both(y) + self.both.weight.sum()
+        with torch.autocast("cpu", enabled=False):
+            y = self.exact(y.float())
+        y = checkpoint(lambda y: torch.tanh(self.again(y)), y, use_reentrant=False)
+        out: Tensor = self.last(self.tied(y))
+        return out
+
+
+@pytest.mark.parametrize("make", [Mixed, gpt, convnet, Reused])
+@pytest.mark.parametrize("text", ["zero(3)", "zero(3, offload=True)"])
+def test_weights_that_are_gathered_in_fewer_bits_change_no_bit(
+    world: World, make: Callable[[], nn.Module], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast casts the values that the owner casts before it sends them."""
+    options = GPT_OPTIONS if make is gpt else {"optimizer": ADAMW}
+    data = texts(24) if make is gpt else samples(24, (1, 4, 4) if make is convnet else (6,))
+
+    def body(job: Job, step: Any) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [float(step(batch)) for batch in job.batches(data, 12, steps=3)]
+        losses.append(float(job.evaluate(step.engine.loss, data)))
+        return losses, whole(step)
+
+    def run() -> list[Any]:
+        return on_workers(world, text, make, body, size=3, precision="bf16", **options)
+
+    found = run()
+    monkeypatch.setattr(unit_gather, "cast_params", lambda wrapped: [])
+    for (losses, weights), (expected_losses, expected) in zip(found, run(), strict=True):
+        assert losses == expected_losses
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_weights_of_products_are_gathered_in_half_the_bytes(world: World) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def body(job: Job, step: Any) -> float:
+        for batch in job.batches(samples(24, (64,)), 12):
+            step(batch)
+        return float(step.sync.report()["bytes_per_step"])
+
+    def sent(strategy: str, precision: str) -> float:
+        return sum(on_workers(world, strategy, make, body, size=2, precision=precision))
+
+    weights = 4 * 4 * (64 * 64 + 64)
+    gradients = sent("zero(2)", "fp32") - weights  # zero(2) moves all weights once
+    assert sent("zero(3)", "bf16") - gradients == (sent("zero(3)", "fp32") - gradients) / 2

@@ -129,10 +129,13 @@ class TensorSizes(BufferLayout):
         units: Sequence[tuple[int, ...]] = (),
         width: int = 4,
         untrained: float = 0.0,
+        cast: frozenset[int] = frozenset(),
     ):
+        """`cast`: those that zero(3) gathers in the dtype of autocast."""
         super().__init__([math.prod(shape) for shape in shapes], width, width >= 4)
         self.shapes = shapes
         self.untrained = untrained  # numbers of buffers and frozen parameters
+        self.cast = cast
         self.units = tuple(units) or (tuple(range(len(shapes))),)
         self.tensors = len(shapes)
         self.trained = sum(self.sizes)
@@ -166,7 +169,8 @@ class TensorSizes(BufferLayout):
     def zero_gathered(self, replicas: int, held: Sequence[int]) -> float:
         """Under zero(3), of a rank that holds these shards: what it has of the other ones."""
         shards = self.shards(replicas)
-        return self.gathered(self.units, {i for one in held for i in self.params_in(shards[one])})
+        here = {i for one in held for i in self.params_in(shards[one])}
+        return self.gathered_bytes(self.units, self.owners(replicas), here, self.cast) / self.width
 
     @property
     def first_units(self) -> float:

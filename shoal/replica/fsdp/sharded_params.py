@@ -31,9 +31,8 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.compiled import Compiler
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.flat_params import FlatLayout, FlatParams
+from shoal.replica.flat_params import FlatLayout, FlatParams, real_view
 from shoal.replica.fsdp.unit_gather import (
-    ShardRun,
     UnitGather,
     WrappedModule,
     in_backward,
@@ -58,32 +57,22 @@ _LOWERED |= {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm}
 _LOWERED |= {torch.conv1d, torch.conv2d, torch.conv3d}
 
 
-class SavedCopy(NamedTuple):
-    """What autocast has made of a parameter that backward will need: it is made again."""
+class SavedParameter(NamedTuple):
+    """What backward will need of a parameter, as it is or in the dtype of autocast."""
 
     param: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
-
-
-class SavedPosition(NamedTuple):
-    """Where a tensor lay that backward will need."""
-
-    unit: int
-    run: ShardRun
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # from the start of the run
+    offset: int  # from the start of the parameter
 
 
 class UnitHooks:
     """Calls `gather` and `reshard` while the model computes.
 
     forward of a module    gather before it, reshard after it
-    saved for backward     a tensor in gathered memory is saved as the position where it lay, and
-                           gathered again when backward asks for it
+    saved for backward     a tensor in gathered memory is saved as the parameter that it is of,
+                           and gathered again when backward asks for it
     gradients              when the last one of a unit has come, the unit is resharded
     used elsewhere         a parameter that is used outside its module (a tied head) is noticed by
                            the function that uses it; its unit stays until the end of backward
@@ -95,9 +84,8 @@ class UnitHooks:
         self._depth = 0  # of forwards that are running
         self._alone: tuple[nn.Module, ExitStack] | None = None  # called outside of its model
         self._watched: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
-        self._starts = [param.start for param in flat.ranges]
-        self._unit_of_param = {id(p): gather.unit_of[i] for i, p in enumerate(flat.params)}
-        self._uses = _ParameterUses(self._on_use)
+        self._has_grad = True  # the forward that runs
+        self._uses = _ParameterUses(self)
         self._index_of = {id(p): i for i, p in enumerate(flat.params)}
         # a hook does not keep the units alive: Python's collector does not see it in the tensor
         weak = weakref.ref(gather)
@@ -130,7 +118,7 @@ class UnitHooks:
             if self._flat.is_full:
                 return forward(*args, **kwargs)
             for p in unit.module.parameters():
-                self._on_use(p)
+                self.use_whole(p)
             with _pop_mode_temporarily():
                 return forward(*args, **kwargs)
 
@@ -155,6 +143,8 @@ class UnitHooks:
             return
         self._gather.begin_forward()
         self._depth += 1
+        if self._depth == 1:
+            self._has_grad = torch.is_grad_enabled()
         try:
             with self._uses, saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -183,53 +173,77 @@ class UnitHooks:
         if not self._flat.is_full and not unit.stays_gathered and not in_backward():
             self._gather.reshard(unit)
 
-    def _on_use(self, p: nn.Parameter) -> None:
-        """A function is about to use this parameter, maybe outside its module."""
-        number = self._unit_of_param.get(id(p))
-        if number is not None and not self._gather.units[number].is_gathered:
-            self._gather.units[number].stays_gathered = True
-            self._gather.gather(number)
+    def before_use(self, p: nn.Parameter) -> int | None:
+        """A function is about to use this parameter, maybe outside its module; its index."""
+        i = self._index_of.get(id(p))
+        if i is not None:
+            number = self._gather.unit_of[i]
+            if not self._gather.units[number].is_gathered:
+                self._gather.units[number].stays_gathered = True
+                self._gather.gather(number)
+        return i
+
+    def use_whole(self, p: nn.Parameter) -> None:
+        """A function is about to use this parameter as it is."""
+        i = self.before_use(p)
+        if i is not None:
+            self._gather.keep_whole(i)
+
+    def cast_for_use(self, p: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        """The parameter as it was gathered in fewer bits; None: it is here in full."""
+        i = self.before_use(p)
+        if i is None:
+            return None
+        if not self._computes_once():
+            self._gather.keep_whole(i)
+        return self._gather.cast_of(i, dtype)
+
+    def _computes_once(self) -> bool:
+        """Not where backward computes again, when no function is seen; nor inside torch.func."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        if not self._has_grad:
+            return True
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return torch.is_grad_enabled() and hooks is not None and hooks[0] == self._pack
 
     # ------------------------------------------------------------------ saved tensors
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedPosition | SavedCopy:
-        """Backward will need this tensor: if it is gathered, save where it lies instead."""
+    def _pack(self, tensor: Tensor) -> Tensor | SavedParameter:
+        """Backward will need this tensor: if it is gathered, save which parameter it is of."""
         flat = self._flat
         if tensor.layout != torch.strided:
             return flat.on_saved(tensor)
-        address = tensor.untyped_storage().data_ptr()
-        parameter = self._index_of.get(id(self._uses.copies.get(address)))
-        if parameter is not None:
-            offset = int(tensor.storage_offset())
-            return SavedCopy(parameter, tensor.dtype, tensor.shape, tensor.stride(), offset)
-        if tensor.dtype != flat.dtype:
-            return flat.on_saved(tensor)
+        storage = tensor.untyped_storage().data_ptr()
         offset = int(tensor.storage_offset())
-        if address == flat.shard_data.untyped_storage().data_ptr():
-            number, run = self._run_at(flat.held.position_of(offset))
-            offset -= flat.held.offset_of(run.where.start)
-        elif address in self._gather.by_storage:
-            number, run = self._gather.by_storage[address]
+        run = self._gather.by_storage.get(storage)
+        copied = self._index_of.get(id(self._uses.copies.get(storage)))
+        if copied is not None:
+            i = copied
+        elif run is not None and tensor.dtype in (flat.dtype, run.cast):
+            i = run.member_at(offset * tensor.itemsize)
+            offset -= run.offsets[i] // tensor.itemsize
+        elif storage == flat.shard_data.untyped_storage().data_ptr() and tensor.dtype == flat.dtype:
+            position = flat.held.position_of(offset)
+            i = bisect.bisect(flat.starts, position) - 1
+            offset = position - flat.starts[i]
         else:
             return flat.on_saved(tensor)
-        return SavedPosition(number, run, tensor.shape, tensor.stride(), offset)
+        return SavedParameter(i, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
-    def _run_at(self, position: int) -> tuple[int, ShardRun]:
-        """The unit and run of the parameter at a position of the flat buffer."""
-        i = bisect.bisect(self._starts, position) - 1
-        number = self._gather.unit_of[i]
-        return number, next(run for run in self._gather.units[number].runs if i in run.members)
-
-    def _unpack(self, saved: Tensor | SavedPosition | SavedCopy) -> Tensor:
+    def _unpack(self, saved: Tensor | SavedParameter) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if isinstance(saved, SavedCopy):
-            self._gather.gather(self._gather.unit_of[saved.param])
-            copy = self._flat.params[saved.param].detach().to(saved.dtype)
-            return copy.as_strided(saved.size, saved.stride, saved.offset)
-        self._gather.gather(saved.unit)
-        memory = self._gather.memory_of(saved.run)
-        return memory.as_strided(saved.size, saved.stride, memory.storage_offset() + saved.offset)
+        i = saved.param
+        gather = self._gather
+        gather.gather(gather.unit_of[i])
+        values = gather.cast_of(i, saved.dtype)
+        if values is None:
+            gather.keep_whole(i)
+            values = real_view(self._flat.params[i].detach())
+            values = values.to(saved.dtype)
+        start = int(values.storage_offset()) + saved.offset
+        return values.as_strided(saved.size, saved.stride, start)
 
 
 def _count_gradient(weak: weakref.ref[UnitGather], i: int, p: Tensor) -> None:
@@ -238,41 +252,58 @@ def _count_gradient(weak: weakref.ref[UnitGather], i: int, p: Tensor) -> None:
         gather.count_gradient(i)
 
 
+class _Cast(torch.autograd.Function):
+    """A parameter, whose values in fewer bits are here already; backward is that of a cast."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, values: Sequence[Tensor]) -> Tensor:
+        return values[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].float(), None
+
+
 class _ParameterUses(TorchFunctionMode):
-    """Calls `on_use` for every parameter that is an argument of a torch function.
+    """Tells `hooks` of every parameter that is an argument of a torch function.
 
     Under autocast it makes the copies in fewer bits itself, which autocast would keep for the whole
-    forward. `copies` has those of the function that runs, by their address.
+    forward, where they were not gathered so. `copies` has those of the function that runs, by their
+    address.
     """
 
-    def __init__(self, on_use: Callable[[nn.Parameter], None]):
+    def __init__(self, hooks: UnitHooks):
         super().__init__()
-        self._on_use = on_use
+        self._hooks = hooks
         self.copies: dict[int, nn.Parameter] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _LOWERED and torch.is_autocast_enabled(_device_of(args)):
+            args = [self._lowered(value) for value in args]
+            kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.copies.clear()
         if func not in _METADATA:
             for value in itertools.chain(args, kwargs.values()):
-                if isinstance(value, nn.Parameter):
-                    self._on_use(value)
-                elif isinstance(value, (list, tuple)):
-                    for item in value:
-                        if isinstance(item, nn.Parameter):
-                            self._on_use(item)
-        if func not in _LOWERED or not torch.is_autocast_enabled(_device_of(args)):
-            return func(*args, **kwargs)
-        args = [self._lowered(value) for value in args]
-        kwargs = {name: self._lowered(value) for name, value in kwargs.items()}
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.copies.clear()
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(item, nn.Parameter):
+                        self._hooks.use_whole(item)
+        return func(*args, **kwargs)
 
     def _lowered(self, value: Any) -> Any:
-        if not isinstance(value, nn.Parameter) or value.dtype is not torch.float32:
+        if not isinstance(value, nn.Parameter):
             return value
-        copy = value.to(torch.get_autocast_dtype(value.device.type))
+        if value.dtype is not torch.float32:
+            self._hooks.use_whole(value)
+            return value
+        dtype = torch.get_autocast_dtype(value.device.type)
+        gathered = self._hooks.cast_for_use(value, dtype)
+        if gathered is not None:
+            return _Cast.apply(value, [gathered])  # type: ignore[no-untyped-call]
+        copy = value.to(dtype)
         self.copies[copy.untyped_storage().data_ptr()] = value
         return copy
 
@@ -294,12 +325,7 @@ class HeldShards:
         self.ranks = ranks
         self.slices = flat.shards(ranks)
         self.own = self.slices[rank]
-        self.owners = [
-            next(
-                r for r, where in enumerate(self.slices) if where.start <= param.start < where.stop
-            )
-            for param in flat.ranges
-        ]
+        self.owners = flat.owners(ranks)
         self.shards = held_shards(rank, ranks, copies)
         held = [self.slices[shard] for shard in self.shards]
         self.copied = held[1:]  # the shards of other ranks
