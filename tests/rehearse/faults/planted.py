@@ -165,7 +165,7 @@ MISTAKES = {
     "former-process": Mistake(_reads_the_former_process, 5),
     "lost-acknowledgement": Mistake(_push_counts_again, 57),
     "unweighted-gradient": Mistake(_gradients_without_weights, 0),
-    "stale-incarnation": Mistake(_a_copy_comes_back_as_itself, 208),
+    "stale-incarnation": Mistake(_a_copy_comes_back_as_itself, 59),
     "stale-epoch": Mistake(_any_epoch_is_served, 0),
 }
 

@@ -415,6 +415,10 @@ def _faults(drawn: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
     if scenario.kind.saves_servers and drawn.random() < 0.25:
         full = tuple(sorted(drawn.sample(range(12), drawn.choice((0, 1, 3, 6)))))
         faults.append(ServerDisk(drawn.choice((1, 2)), full, drawn.randrange(2000)))
+    is_killed = any(isinstance(fault, Kill) for fault in faults)
+    if scenario.kind.copies > 1 and not is_killed and drawn.random() < 0.5:
+        # nothing else: the head is back before the others have learned that it was lost
+        return (Kill("server 0", round(length_s / 2, 4)), Restarts(3, 0.001))
     return tuple(faults)
 
 
