@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in words if word != "--"), "")
     if first == "simulate":
-        say("there is no shoal simulate: use shoal predict, or shoal rehearse")
+        say("there is no shoal simulate: use shoal predict, or shoal rehearse --no-train")
         sys.exit(2)
     app = build_app([first]) if first in COMMANDS else build_app((), COMMANDS)
     run_app(app, "shoal", words)

@@ -56,6 +56,7 @@ STRATEGIES = option(
 
 _MOST_WORKERS = 4096
 _PROGRESS_S = 10.0  # between two lines
+_OF_LOSSES = ("loss", "training_loss", "first_loss", "evaluated", "loss_difference", "loss_gap")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ def rehearse(
         False,
         "--measure",
     ),
+    no_train: bool = option(
+        "Compute nothing large: the same messages and seconds, without gradients and losses.",
+        False,
+        "--no-train",
+    ),
     disturbed: RehearsalMishaps = _UNDISTURBED,
     until: str | None = options.UNTIL,
     seed: int | None = options.SEED,
@@ -134,6 +140,8 @@ def rehearse(
             f"a rehearsal runs {_MOST_WORKERS:,} workers at most; shoal predict says how long a "
             "step of more takes"
         )
+    if no_train and (asked := "--until" if until else "--record" if record else ""):
+        raise BadInput(f"{asked} is about losses, and with --no-train there are none")
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)
     slow = disturbed.slow or ()
@@ -151,9 +159,8 @@ def rehearse(
         ready = profile.ready
     uneven = uneven_of(hardware.of_size(workers), slowness, disturbed.jitter, seed or 0)
     slow_servers = read_slow(slow, None, "server")
-    stage = _Stage(
-        subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses, ready
-    )
+    told = (subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses, ready)
+    stage = _Stage(*told, trains=not no_train)
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
     if stage.latest is not None:
@@ -188,6 +195,7 @@ class _Stage:
     seed: int
     losses: Any
     ready: tuple[tuple[float, float], ...]  # as in WorkerTimes
+    trains: bool = True
     outcomes: list[RunOutcome] = field(default_factory=list)
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # by strategy
     latest: Any = None  # what the latest came to, as `world.Rehearsed`
@@ -242,6 +250,7 @@ class _Stage:
                 self.slow_servers,
                 losses=self.losses,
                 progress=_progress(name),
+                trains=self.trains,
             )
             done = rehearse(train, spec)
         except BadInput as error:
@@ -252,13 +261,16 @@ class _Stage:
             return
         run = ComparedRun(len(self.outcomes), name, workers, "")
         found = outcome_from(run, done.reports, done.spans, single, losses, until)
+        if not self.trains:
+            none: dict[str, Any] = dict.fromkeys(_OF_LOSSES)
+            found = replace(found, **none)
         self.outcomes.append(found)
         self.latest = done
         busiest = next(iter(done.link_bytes.items()), None)
         self.more[name] = {
             "virtual_s": done.seconds,
-            "losses": done.reports[0]["losses"],
-            "loss_s": done.reports[0]["loss_s"],
+            "losses": done.reports[0]["losses"] if self.trains else [],
+            "loss_s": done.reports[0]["loss_s"] if self.trains else [],
             "link_bytes": done.link_bytes,
             "busiest": busiest,
             "said": done.said,
@@ -332,4 +344,9 @@ def _parts(
     shares = []
     if shows_spans and stage.latest is not None:
         shares = shares_of_time(all_shares(stage.latest.spans))
-    return [speed_table(outcomes, title), result_table(outcomes, until), *said, *whys, *shares]
+    tables = [speed_table(outcomes, title)]
+    if stage.trains:
+        tables.append(result_table(outcomes, until))
+    else:
+        said.append("nothing was trained (--no-train): there are no losses")
+    return [*tables, *said, *whys, *shares]

@@ -17,6 +17,7 @@ import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from shoal.errors import ShoalError
@@ -56,8 +57,10 @@ class Fiber:
 class VirtualTime:
     """The scheduler of all fibers of a rehearsal."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """Each fiber runs in a context of `around`."""
         self.now_s = 0.0
+        self._around = around
         self.sources: list[EventSource] = []
         self.error: BaseException | None = None  # of a fiber; `run` raises it
         self._ready: deque[Fiber] = deque()
@@ -149,7 +152,8 @@ class VirtualTime:
             self._load(fiber.worker)
             try:
                 if not fiber.is_ending:
-                    body()
+                    with self._around():
+                        body()
             except BaseException as error:
                 if not fiber.is_ending:  # else what follows from its end
                     self.error = self.error or error

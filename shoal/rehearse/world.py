@@ -6,7 +6,14 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +42,7 @@ from shoal.protocol.endpoint import replaced_sockets
 from shoal.rehearse.executor import Virtual, VirtualElasticGroup, VirtualRanks
 from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.network import VirtualNetwork
+from shoal.rehearse.no_arithmetic import NoArithmetic
 from shoal.rehearse.pace import Pace, PacedRecorder, ServerPace, WorkerTimes
 from shoal.rehearse.processes import VirtualProcesses, VirtualRole
 from shoal.rehearse.random_state import RandomState
@@ -74,6 +82,7 @@ class RehearsalSpec:
     slow_servers: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     losses: Losses = field(default_factory=Losses)
     progress: Callable[[Job], None] | None = None  # called after the steps of worker 0
+    trains: bool = True  # False: nothing large is computed; times and messages are the same
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ class _Rehearsal:
         cluster = spec.cluster.of_size(devices)
         losses.check(workers=spec.workers, servers=servers, hosts=cluster.nodes)
         spec.strategy.check_hosts(spec.workers, are_several)
-        self.time = VirtualTime()
+        self.time = VirtualTime(nullcontext if spec.trains else partial(NoArithmetic, {}))
         self.network = VirtualNetwork(cluster, self.time)
         algorithm = term.collective_algorithm or "auto"
         self.exchange = VirtualRanks(self.network, self.time, range(spec.workers), algorithm)
@@ -338,6 +347,8 @@ class _Rehearsal:
         job.checkpoints.dry = True
         job.on_build.append(self._check_model)
         job.on_build.append(pace.watch)
+        if not spec.trains:
+            job.on_build.append(_trust)
         if not spec.losses:
             job.on_build.append(partial(self._shared.join, rank))
         if rank == 0 and (progress := spec.progress) is not None:
@@ -365,6 +376,11 @@ class _Rehearsal:
                 "workers share one: make it inside"
             )
         self._models.add(step.model)
+
+
+def _trust(step: Any) -> None:
+    """What is not computed cannot be compared."""
+    step.shard.is_trusted = True
 
 
 def _devices_of_servers(cluster: Cluster, workers: int, servers: int) -> list[int]:

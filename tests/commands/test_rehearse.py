@@ -159,11 +159,22 @@ def test_a_cluster_grows_with_the_workers_and_this_is_told() -> None:
     assert "the cluster has 1 node; rehearsed as if it had 2" in answer.stdout
 
 
+def test_without_training_there_are_speeds_and_no_losses() -> None:
+    answer = shoal("rehearse", *SHORT, "-s", "ddp", "--no-train", "digits")
+    assert answer.exit_code == 0
+    assert "steps/s" in answer.stdout and "there are no losses" in answer.stdout
+    found = json.loads(
+        shoal("rehearse", *SHORT, "-s", "ddp", "--no-train", "--json", "digits").stdout
+    )
+    assert found["runs"][0]["loss"] is None and found["runs"][0]["losses"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--jitter", "2"), "share of a step's computing"),
         (("--slow", "7:2x"), "there is no worker 7"),
+        (("--no-train", "--until", "loss=1"), "with --no-train there are none"),
         (("--kill", "7@2"), "there is no worker 7"),
         (("--kill", "host:1@2"), "host:0@5min, not 'host:1@2'"),
         (("--kill", "host:7@2s"), "there is no host 7 to be lost: the run has 1 host"),

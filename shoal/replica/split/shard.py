@@ -181,6 +181,7 @@ class ReplicaShard:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self.is_trusted = False  # to compute what the model does
         self.named = list(model.named_parameters())
         self.num_parameters = len(self.named)
         # of the parameters that are here, their places in the whole model
@@ -292,6 +293,8 @@ class ReplicaShard:
     def is_compared_at_first(self) -> bool:
         """Whether the first call shows that the shards compute what the model does."""
         is_split = self.tensor is not None and bool(self.tensor.roles)
+        if self.is_trusted:
+            return False
         return is_split or (self.experts is not None and not self.experts.drops)
 
     def compare(self, call: ModuleCall, with_gradients: bool) -> None:

@@ -69,7 +69,7 @@ class StageShard(ReplicaShard):
         self.model = model
         self.pp = pp
         self.group = self.pipeline = mesh.pp
-        self._is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
+        self.is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
         self._written: list[str] = []  # buffers, by a forward
         seconds = None
         if pp.balance == "measured" and pp.cuts is None:
@@ -171,7 +171,7 @@ class StageShard(ReplicaShard):
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)
         size = sum(t.nbytes for t in state_of(self.model).values())
-        if not self._is_trusted and size <= LARGEST_CHECKED_BYTES:
+        if not self.is_trusted and size <= LARGEST_CHECKED_BYTES:
             StageCheck(self, engine).run(microbatches[0])
         self.stages.hide_kept(kept, self.group.rank)
 
