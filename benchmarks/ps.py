@@ -69,7 +69,7 @@ class Ours:
         self.gradient = torch.ones(numel)
         self.flat = FlatParams([("weight", self.parameter)])
         update = OptimizerStep(self.flat.named, partial(torch.optim.SGD, lr=LR))
-        plan = plan_for(job.strategy.sync_for(job.size))
+        plan = plan_for(job.strategy.sync_for(job.size), job.size)
         self.sync: Sync = plan.build(Replica(self.flat, update, job.group, config=config))
         self.sync.batch_fraction = 1 / job.size
         store: RowStore | None = self.sync.row_store()

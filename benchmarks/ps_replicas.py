@@ -87,7 +87,7 @@ class Pusher:
     def __init__(self, job: shoal.Job, numel: int):
         self.flat = FlatParams([("weight", nn.Parameter(torch.zeros(numel)))])
         update = OptimizerStep(self.flat.named, partial(torch.optim.SGD, lr=LR))
-        plan = plan_for(job.strategy.sync_for(job.size))
+        plan = plan_for(job.strategy.sync_for(job.size), job.size)
         sync = plan.build(
             Replica(self.flat, update, job.group, config=RunConfig.from_environment())
         )

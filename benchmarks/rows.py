@@ -74,7 +74,7 @@ class RowBench:
         config = RunConfig.from_environment()
         self._host = config.hostname or ""
         replica = Replica(flat, update, job.group, config=config)
-        sync = plan_for(job.strategy.sync_for(job.size)).build(replica)
+        sync = plan_for(job.strategy.sync_for(job.size), job.size).build(replica)
         assert isinstance(sync, PsWorker)
         self.sync = sync
         self.store: ServerStore = sync.row_store()

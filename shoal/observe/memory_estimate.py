@@ -75,7 +75,7 @@ def memory_of(
     the slices of layers (tp) of one worker.
     """
     layout = strategy.layout(workers)
-    plan = plan_for(strategy.sync_for(layout.replicas))
+    plan = plan_for(strategy.sync_for(layout.replicas), layout.replicas)
     of_stage = layout.ep * layout.cp
     found: list[WorkerMemory] = []
     for replica in range(layout.replicas):
@@ -89,7 +89,7 @@ def memory_of(
 def servers_of(strategy: Strategy, workers: int, stages: Sequence[ModelSizes]) -> list[int]:
     """Bytes of each server process, where there are some; each has a part of every stage."""
     layout = strategy.layout(workers)
-    plan = plan_for(strategy.sync_for(layout.replicas))
+    plan = plan_for(strategy.sync_for(layout.replicas), layout.replicas)
     held = [plan.server_memory(sizes, layout.replicas) for sizes in stages]
     return [layout.tp * sum(parts) for parts in zip(*held, strict=True)]
 

@@ -173,6 +173,10 @@ class SyncTerm(Term, role="sync", abstract=True):
         """The nearest term under which a worker that was lost can come back, or this one."""
         return self
 
+    def among(self, replicas: int) -> SyncTerm:
+        """This term, or `single` where a replica would prepare gradients for nobody."""
+        return self
+
     def in_own_loop(self) -> SyncTerm:
         """This term where the script calls the optimizer itself (`job.setup`)."""
         return self

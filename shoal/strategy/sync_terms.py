@@ -190,6 +190,10 @@ class Zero(ElasticOption):
         """On how many other workers a shard is."""
         return self.copies if self.elastic else 0
 
+    def among(self, replicas: int) -> SyncTerm:
+        is_alone = replicas == 1 and not self.elastic and not self.offload
+        return Single() if is_alone else self
+
     def with_whole_parameters(self) -> Zero:
         return replace(self, stage=min(self.stage, 2))
 
@@ -306,6 +310,10 @@ class Ddp(ElasticOption):
         return not self.elastic
 
     is_exact_at_any_number = True
+
+    def among(self, replicas: int) -> SyncTerm:
+        is_alone = replicas == 1 and not self.elastic and self.compress is None
+        return Single() if is_alone else self
 
     @property
     def collective_algorithm(self) -> str | None:

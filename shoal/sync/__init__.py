@@ -146,6 +146,7 @@ class Sync(Elastic, Returning, Served):
     updates_here: bool = True  # False: servers update, and `finish` does all of it
     # of state that is not on the device; None: the optimizer's own `load_state_dict`
     load_optimizer: Callable[[dict[str, Any]], None] | None = None
+    is_alone: bool = False  # nothing is done for other replicas, before a forward neither
 
     def __init__(self, replica: Replica):
         self.flat = replica.flat
@@ -372,8 +373,9 @@ def runs(kind: type[SyncTerm]) -> Callable[[P], P]:
     return register
 
 
-def plan_for(term: SyncTerm) -> SyncPlan[Any]:
+def plan_for(term: SyncTerm, replicas: int) -> SyncPlan[Any]:
     """What `term` means at run time; its module, `sync_module`, is imported when it is used."""
+    term = term.among(replicas)
     importlib.import_module(term.sync_module)
     return _PLANS[type(term)](term)
 

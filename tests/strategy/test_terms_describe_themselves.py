@@ -65,7 +65,7 @@ def test_every_term_is_a_public_name() -> None:
 
 @pytest.mark.parametrize("kind", SYNC_TERMS, ids=lambda kind: kind.__name__)
 def test_every_sync_term_has_a_plan_in_the_module_that_it_names(kind: type[SyncTerm]) -> None:
-    plan = plan_for(kind())
+    plan = plan_for(kind(), 2)
     assert isinstance(plan, SyncPlan) and type(plan).__module__ == kind.sync_module
 
 

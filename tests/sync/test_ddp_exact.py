@@ -107,4 +107,4 @@ def test_what_does_not_add_up_in_full_is_refused(
 
 def test_scaled_gradients_are_not_compressed() -> None:
     with pytest.raises(BadInput, match='precision="fp16" exclude each other'):
-        plan_for(Ddp(compress="int8")).check(False, "fp16", 1)
+        plan_for(Ddp(compress="int8"), 1).check(False, "fp16", 1)

@@ -127,7 +127,7 @@ def _compiler_of(
             "compile=True, in place of torch.compile(model)"
         )
     term = strategy.sync_for(context.mesh.dp.size)
-    gathers = plan_for(term).shards_parameters(context.mesh.dp.size)
+    gathers = plan_for(term, context.mesh.dp.size).shards_parameters(context.mesh.dp.size)
     if options.exact and (gathers or context.mesh.pp.size > 1):
         raise BadInput(
             f"exact=True has the bits of one worker, and {strategy} compiles parts of the model, "

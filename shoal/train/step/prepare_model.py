@@ -49,7 +49,7 @@ _COMPARED = 1023  # lines that describe a model, each by itself; the others as o
 def check_modules(model: nn.Module, term: SyncTerm, context: StepContext) -> None:
     """Refuse what the strategy cannot train, where it replaces layers or parameters."""
     strategy = context.strategy
-    is_sharded = plan_for(term).shards_parameters(context.mesh.dp.size)
+    is_sharded = plan_for(term, context.mesh.dp.size).shards_parameters(context.mesh.dp.size)
     is_changed = is_sharded or context.is_split
     for name, module in model.named_modules():
         name = name or "the model"
@@ -212,7 +212,7 @@ def prepare_model(
     check_same_model(model, mesh.world, device)
     options = options.resolve(context.strategy, mesh.dp.size, model)
     forward = ForwardSignature(model)  # before a strategy wraps it
-    plan = plan_for(term)
+    plan = plan_for(term, mesh.dp.size)
     plan.check(options.exact, options.precision, mesh.dp.size)
     if options.on_nan == "skip" and (why := plan.why_not_scaled(mesh.dp.size)):
         raise BadInput(f'{term} takes on_nan="stop" or "go on": {why}')
