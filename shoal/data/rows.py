@@ -24,7 +24,7 @@ Pick = Callable[[Any], Any]
 
 def num_rows(tree: Tree) -> int:
     """Samples in a batch: the length of its tensors, or else of its lists, which must agree."""
-    lengths = {len(t) for t in _leaves(tree) if isinstance(t, Tensor) and t.dim() > 0}
+    lengths = {t.shape[0] for t in _leaves(tree) if isinstance(t, Tensor) and t.dim() > 0}
     if len(lengths) == 1:
         return lengths.pop()
     list_lengths = {len(items) for items in _lists(tree)}
@@ -45,6 +45,8 @@ def num_rows(tree: Tree) -> int:
 
 def take_rows(tree: Tree, ranges: Sequence[range], count: int) -> Tree:
     """The samples in `ranges` of a batch of `count`; sample 0 stands in for an empty range."""
+    if [*ranges] == [range(count)] != [range(0)] and _is_tensors(tree, count):
+        return tree
     return map_rows(lambda rows: take(rows, ranges), tree, count)
 
 
@@ -82,8 +84,10 @@ def take(rows: Any, ranges: Sequence[range]) -> Any:
 
 def move_to(tree: Tree, device: torch.device) -> Tree:
     """The same batch on a device; objects that have `.to` are moved by it."""
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=True)
     if hasattr(tree, "to") and not isinstance(tree, type):
-        return tree.to(device, non_blocking=True) if isinstance(tree, Tensor) else tree.to(device)
+        return tree.to(device)
     return _rebuilt(lambda value: move_to(value, device), tree)
 
 
@@ -101,11 +105,11 @@ def widen(tree: Tree) -> Tree:
 
 def _rebuilt(function: Callable[[Any], Any], tree: Tree) -> Tree:
     """The same container with other items."""
-    if isinstance(tree, Mapping):
-        return {key: function(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         items = [function(item) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        return {key: function(value) for key, value in tree.items()}
     return map_fields(function, tree) if is_record(tree) else tree
 
 
@@ -165,8 +169,13 @@ def _lists(tree: Tree, is_top: bool = True) -> Iterator[Sequence[Any]]:
         yield from _lists(value, False)
 
 
+def _is_tensors(tree: Tree, count: int) -> bool:
+    """Whether it is a plain tuple of so many rows each, as most batches are."""
+    return type(tree) is tuple and all(type(t) is Tensor and t.shape[:1] == (count,) for t in tree)
+
+
 def _leaves(tree: Tree) -> Iterator[Any]:
-    items = _items(tree)
+    items = None if isinstance(tree, Tensor) else _items(tree)
     if items is None:
         yield tree
     for item in items or ():

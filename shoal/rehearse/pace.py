@@ -146,10 +146,10 @@ class PacedRecorder(Recorder):
 
     @contextmanager
     def span(
-        self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
+        self, kind: str, detail: object = "", microbatch: int | None = None, track: str = "main"
     ) -> Iterator[dict[str, Any]]:
         is_compute = track == "main" and kind in COMPUTE
-        paced = self._pace.computing(kind, detail, microbatch) if is_compute else nullcontext()
+        paced = self._pace.computing(kind, str(detail), microbatch) if is_compute else nullcontext()
         with super().span(kind, detail, microbatch, track) as more, paced:
             yield more
 

@@ -13,7 +13,7 @@ by its `Stage`. When gradients are final, `on_bucket` reports them to the sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Stage:
     """
 
     is_last = True  # whether the model's outputs and the loss are known here
+    has_neighbours = False  # which get its outputs, or give it inputs
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = model
@@ -200,11 +201,14 @@ class Engine:
             return
         inputs = self.stage.recv_inputs(action, micro)
         recompute = self.options.recompute
-        span = self._span("forward", str(action), action.microbatch)
-        with span, torch.no_grad() if recompute else nullcontext():
-            outputs = self._compute(action, micro, inputs)
-        outputs = _require_grad(inputs, outputs) if recompute else outputs
-        has_grad = [t.requires_grad for t in tensors_of(outputs)]
+        has_grad: list[bool] = []
+        with self._span("forward", action, action.microbatch):
+            if recompute:
+                outputs = _require_grad(inputs, self._compute_without_graph(action, micro, inputs))
+            else:
+                outputs = self._compute(action, micro, inputs)
+        if self.stage.has_neighbours:
+            has_grad = [t.requires_grad for t in tensors_of(outputs)]
         self._kept[_key(action)] = Kept(inputs, None if recompute else outputs, has_grad)
         self.stage.send_outputs(action, outputs)
 
@@ -212,7 +216,7 @@ class Engine:
         if self._skips(action):
             return
         roots = self._roots(action)
-        with self._span("backward", str(action), action.microbatch):
+        with self._span("backward", action, action.microbatch):
             if roots.tensors:
                 torch.autograd.backward(roots.tensors, roots.grads)
         self.stage.send_grads(action, [leaf.grad for leaf in roots.inputs])
@@ -225,7 +229,7 @@ class Engine:
         roots = self._roots(action)
         split = SplitBackward(roots.tensors, roots.grads)
         self._split[_key(action)] = split
-        with self._span("backward", str(action), action.microbatch):
+        with self._span("backward", action, action.microbatch):
             grads = split.input_grads(roots.inputs)
         self.flat.reshard()
         self.stage.send_grads(action, grads)
@@ -234,7 +238,7 @@ class Engine:
         split = self._split.pop(_key(action), None)
         if split is None:
             return
-        with self._span("weight gradient", str(action), action.microbatch):
+        with self._span("weight gradient", action, action.microbatch):
             for weight, grad in split.weight_grads():
                 # tensors that autograd hands out may be shared between weights
                 weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
@@ -249,12 +253,19 @@ class Engine:
 
     # ------------------------------------------------------------------ computing
 
+    @torch.no_grad()
+    def _compute_without_graph(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
+        return self._compute(action, micro, inputs)
+
     def _compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
         """The outputs of a chunk; behind the last one the loss."""
         self.forward_state.rows_are_real = micro.real
         with self.autocast():
-            with self._buffers.written_once() if self._buffers else nullcontext():
+            if self._buffers is None:
                 outputs = self.stage.compute(action, micro, inputs)
+            else:
+                with self._buffers.written_once():
+                    outputs = self.stage.compute(action, micro, inputs)
             if not self.stage.computes_loss(action):
                 return outputs
             return self._loss_of(action.microbatch, outputs, micro)
@@ -289,7 +300,9 @@ class Engine:
     def _roots(self, action: Action) -> Roots:
         kept = self._kept.pop(_key(action))
         micro = self._microbatches[action.microbatch]
-        inputs = [t for t in tensors_of(kept.inputs) if t.requires_grad]
+        inputs = []
+        if self.stage.has_neighbours:
+            inputs = [t for t in tensors_of(kept.inputs) if t.requires_grad]
         has_loss = self.stage.computes_loss(action)
         arrived = iter([] if has_loss else self.stage.recv_grads(action))
         outputs = kept.outputs

@@ -184,8 +184,21 @@ class GradBuckets:
 
     def publish(self) -> None:
         """Hand reduced gradients to the parameters; one that has none on any rank keeps None."""
-        for i, p in enumerate(self.layout.params):
-            p.grad = self._views[i] if self._arrived[i] or self.header[1 + i] > 0 else None
+        params = self.layout.params
+        arrived = self.arrived(range(len(params)), self.header)
+        for i, p in enumerate(params):
+            p.grad = self._views[i] if i in arrived else None
+
+    def arrived(self, wanted: Sequence[int], header: Tensor) -> set[int]:
+        """Of some parameters those that have a gradient on any rank, by the summed `header`.
+
+        It is read, which waits for the device, only where this rank has no gradient of one.
+        """
+        found = {i for i in wanted if self._arrived[i]}
+        if len(found) < len(wanted):
+            flags = header.tolist()
+            found.update(i for i in wanted if flags[1 + i] > 0)
+        return found
 
     # ------------------------------------------------------------------ during backward
 

@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 _some: Callable[[Any], tuple[int, ...]] = itemgetter(0, 2, 5, -1, -2)
 
@@ -161,6 +162,21 @@ def _torch_words() -> ctypes.Array[ctypes.c_uint32] | None:
             is_end = end[8] == second[16] and (not end[8] or end[:8] == second[:8])
             return words if is_end and words[:3] == numbers[:3] else None
     return None
+
+
+def save_torch() -> bytes | Tensor:
+    """The state of torch's generator of the CPU, for `restore_torch`: its words are all of it."""
+    words = _torch_words()
+    return torch.default_generator.get_state() if words is None else bytes(words)
+
+
+def restore_torch(state: bytes | Tensor) -> None:
+    if isinstance(state, Tensor):
+        torch.default_generator.set_state(state)
+        return
+    words = _torch_words()
+    assert words is not None
+    ctypes.memmove(words, state, len(state))
 
 
 class HostStreams:

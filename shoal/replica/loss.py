@@ -101,6 +101,8 @@ def own_loss(outputs: Any) -> Tensor:
 
 def split_numbers(returned: Any) -> tuple[Any, NamedNumbers]:
     """What is trained, and the other numbers by name; those of a tuple are called 1, 2, …"""
+    if isinstance(returned, Tensor):
+        return returned, {}
     if isinstance(returned, Mapping):
         if "loss" not in returned:
             raise BadInput(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.replica.host_streams import host_streams
+from shoal.replica.host_streams import host_streams, restore_torch, save_torch
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[[Any, Any], Tensor]
@@ -86,23 +86,32 @@ def fork_rng(device: torch.device) -> Iterator[None]:
     A step draws from streams of its own (dropout), seeded per micro-batch. What the script draws
     between steps is then the same on every rank and at any number of them.
     """
-    states = get_generators(device)
     with tracing:
         of_host = host_streams.save()
+        of_torch = save_torch()
+        # of a GPU's generator, without tensors of states
+        on_device = [(g, g.initial_seed(), g.get_offset()) for g in _of_device(device)]
     try:
         yield
     finally:
         with tracing:
             host_streams.restore(of_host)
-            set_generators(device, states)
+            restore_torch(of_torch)
+            for generator, seed, offset in on_device:
+                generator.manual_seed(seed)
+                generator.set_offset(offset)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
     """The global generators that operations on `device` draw from."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return [torch.default_generator, torch.cuda.default_generators[index]]
-    return [torch.default_generator]
+    return [torch.default_generator, *_of_device(device)]
+
+
+def _of_device(device: torch.device) -> tuple[torch.Generator, ...]:
+    if device.type != "cuda":
+        return ()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (torch.cuda.default_generators[index],)
 
 
 def get_generators(device: torch.device) -> list[Tensor]:

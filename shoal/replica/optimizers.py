@@ -126,13 +126,13 @@ def fused_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """A script's own choice stands; sparse gradients have no such kernel."""
     kind, groups = type(optimizer), optimizer.param_groups
-    if kind not in _FUSED or any(group.get(name) for group in groups for name in IMPLEMENTATIONS):
-        return False
     first = next((p for group in groups for p in group["params"]), None)
     return (
         first is not None
         and first.device.type == "cpu"
         and first.dtype in (torch.float32, torch.float64)
+        and kind in _FUSED
+        and not any(group.get(name) for group in groups for name in IMPLEMENTATIONS)
         and not (
             kind is torch.optim.SGD
             and any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"])

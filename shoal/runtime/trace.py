@@ -89,9 +89,12 @@ class Tracer:
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def span(
-        self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
+        self, kind: str, detail: object = "", microbatch: int | None = None, track: str = "main"
     ) -> AbstractContextManager[dict[str, Any] | None]:
-        """What is put into the dict that it yields are further fields of the span."""
+        """What is put into the dict that it yields are further fields of the span.
+
+        `detail` becomes text where it is recorded.
+        """
         return self._nothing
 
     def add(self, *span: Any) -> None:
@@ -133,14 +136,14 @@ class Recorder(Tracer):
 
     @contextmanager
     def span(
-        self, kind: str, detail: str = "", microbatch: int | None = None, track: str = "main"
+        self, kind: str, detail: object = "", microbatch: int | None = None, track: str = "main"
     ) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         start_ns = clock.monotonic_ns()
         try:
             yield more
         finally:
-            told = (track, detail, microbatch)
+            told = (track, str(detail), microbatch)
             self.spans.append(Span(kind, start_ns, clock.monotonic_ns(), *told, **more))
 
     def add(self, *span: Any) -> None:

@@ -259,6 +259,7 @@ class LocalSync(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
 
     collects = False
+    is_alone = True
 
 
 @runs(Single)

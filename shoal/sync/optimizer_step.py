@@ -7,7 +7,6 @@ A scheduler of torch is a recursion, so the settings of a step are reached by as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -199,13 +198,19 @@ class OptimizerStep:
     def commit(self) -> None:
         """Update by gradients that are prepared."""
         self.take_settings(self.steps)
-        with fused_on_cpu(self.optimizer) if self._fuses else nullcontext():
-            if self.scaler is not None:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
+        if self._fuses:
+            with fused_on_cpu(self.optimizer):
+                self._update()
+        else:
+            self._update()
         self.steps += 1
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def take_settings(self, step: int) -> None:
         """Give the optimizer the learning rate of a step, if that depends on the step."""

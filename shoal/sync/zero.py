@@ -277,14 +277,15 @@ class ZeroReduce(CountedSync):
         self.sharded.copy_gradients([self._kept[one.start] for one in self._own_buckets], copies)
         for copied, memories in zip(self._copied_buckets, copies, strict=True):
             self._kept |= {one.start: memory for one, memory in zip(copied, memories, strict=True)}
-        arrived = self._head[1:].tolist()
         for bucket in itertools.chain(self._own_buckets, *self._copied_buckets):
-            for i in self.flat.params_in(bucket):
+            params = self.flat.params_in(bucket)
+            arrived = self.flat.grads.arrived(params, self._head)
+            for i in params:
                 grad = self.flat.view(i, self._kept[bucket.start], bucket.start)
-                if arrived[i] and self._host is not None and not self.shows_gradients:
+                if i in arrived and self._host is not None and not self.shows_gradients:
                     self._host.gradients[i] = grad
                 else:
-                    self.flat.params[i].grad = grad.to(self.flat.device) if arrived[i] > 0 else None
+                    self.flat.params[i].grad = grad.to(self.flat.device) if i in arrived else None
         if self._host is not None and self.update.clip_norm is not None:
             self.update.norms = [self._norms[i] for i in sorted(self._host.gradients)]
         self.traffic.steps += 1

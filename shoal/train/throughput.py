@@ -7,7 +7,7 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -125,6 +125,14 @@ class Throughput:
         }
 
 
+def _values(losses: Sequence[Tensor]) -> list[float]:
+    """The numbers in them; a device is waited for once."""
+    if len(losses) < 2:
+        return [float(loss) for loss in losses]
+    values: list[float] = torch.stack([loss.double().reshape(()) for loss in losses]).tolist()
+    return values
+
+
 class LossWatch:
     """Says in which step a loss was first not a finite number, or stops the run there.
 
@@ -145,15 +153,17 @@ class LossWatch:
         """The loss of a step; `stops`: one that is not finite ends the run."""
         self._stops |= stops
         if self.reported is None:
-            self._noted.append((step, loss.detach()))
+            self._noted.append((step, loss.detach() if loss.requires_grad else loss))
             if loss.device.type == "cpu" or len(self._noted) == _LOOK_EVERY:
                 self.look()
 
     def look(self) -> None:
         """Say what was noted."""
-        noted, self._noted = self._noted, []
-        for step, loss in noted:
-            if not all(map(math.isfinite, loss.flatten().tolist())):
+        noted = self._noted
+        self._noted = []
+        values = _values([loss for _, loss in noted])
+        for (step, _), loss in zip(noted, values, strict=True):
+            if not math.isfinite(loss):
                 self.reported = step
                 found = f"the loss of step {step} is not a finite number (nan or inf)"
                 if self._stops and not self._is_scaled():
@@ -183,8 +193,7 @@ class StepRecord:
         self._microbatches = step.cutter.local_microbatches
 
     def values(self) -> list[float]:
-        found = [loss.double().reshape(()) for loss in self.losses]
-        return torch.stack(found).tolist() if found else []
+        return _values(self.losses)
 
     def report(self, origin_ns: int) -> dict[str, Any]:
         """JSON-able: a loss that is no finite number is None. Times are on the trace's clock."""

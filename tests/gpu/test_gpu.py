@@ -188,3 +188,31 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | No
 def test_two_ranks_that_share_a_gpu(reports: list[dict[str, str | None]], case: str) -> None:
     for report in reports:
         assert report[case] is None, report[case]
+
+
+WAITS = script("""
+def train(job):
+    inputs = torch.randn(20, 6, device=job.device)
+    targets = torch.randint(3, (20,), device=job.device)
+    batches = [(inputs, targets)] * 8
+    step = job.step(model(), loss, optimizer=sgd)
+    for number, batch in enumerate(job.batches(batches)):
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        step(batch)
+    torch.cuda.set_sync_debug_mode("default")
+    own = model()
+    own, optimizer = job.setup(own, torch.optim.AdamW(own.parameters(), fused=True))
+    for number, (x, y) in enumerate(job.batches(batches)):
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        optimizer.zero_grad()
+        job.backward(loss(own(x), y), count=len(x))
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+""")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero(1)"])
+def test_no_step_of_one_worker_waits_for_the_gpu(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "train.py").write_text(WAITS)
+    done = shoal("run", "-n", "1", "-s", strategy, "--device", "cuda", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -50,6 +50,8 @@ class PipelineStage(Stage):
     dropout is the same as on one worker.
     """
 
+    has_neighbours = True
+
     def __init__(
         self,
         stages: Stages,
@@ -180,7 +182,7 @@ class PipelineStage(Stage):
         if message is None:
             return
         target = message.target.stage
-        with self._tracer.span("send", str(action), action.microbatch):
+        with self._tracer.span("send", action, action.microbatch):
             due = self._due(self._number[message]) if self._expected else []
             self._expect(due[:-1])
             envelope = Envelope(target, self._tag(message), tree)

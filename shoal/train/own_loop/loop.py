@@ -138,11 +138,10 @@ class OwnLoop:
                 "first, and give both: model, optimizer = job.setup(model, optimizer)"
             )
         fraction = self.rows.fraction if count is None else self._fraction_of(count)
-        weighted = loss.detach() * fraction
         reached = reached_parts(loss, self.parts, self.mesh.data)
         self._forwards.check(reached)
         for part in reached:
-            part.begin_backward(weighted, fraction, self.reduces)
+            part.begin_backward(loss, fraction, self.reduces)
         scale = self.parts[0].sync.gradient_scale
         is_plain = fraction == 1.0 and scale == 1.0
         start = None if is_plain else torch.full_like(loss, fraction * scale)
@@ -154,12 +153,12 @@ class OwnLoop:
     def _fraction_of(self, count: Any) -> float:
         """What the loss is a mean over, here and on all replicas."""
         here = 0.0 if self.rows.is_placeholder else float(count)
-        total = torch.tensor(here, dtype=torch.float64).to(self._device)
-        if self.parts[0].sync.synchronous:
-            self.mesh.data.all_reduce(total).wait()
-        else:
-            total *= self.mesh.data.size
-        return here / self.mesh.cp.size / max(float(total), _SMALLEST_COUNT)
+        total = here * self.mesh.data.size
+        if self.mesh.data.size > 1 and self.parts[0].sync.synchronous:
+            counts = torch.tensor(here, dtype=torch.float64).to(self._device)
+            self.mesh.data.all_reduce(counts).wait()
+            total = float(counts)
+        return here / self.mesh.cp.size / max(total, _SMALLEST_COUNT)
 
     def _loss_of(self, loss: Tensor, fraction: float, reached: Sequence[LoopPart]) -> Tensor:
         axes = self.parts[0].step.shard.token_axes
@@ -211,7 +210,12 @@ class OwnLoop:
         self.stepped = None
         losses = self._losses
         self._losses = []
-        total = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros(())
+        if len(losses) == 1 and not losses[0].dim():
+            total = losses[0]
+        elif losses:
+            total = torch.stack([loss.double() for loss in losses]).sum()
+        else:
+            total = torch.zeros(())
         self._on_step(part.step, total)
 
     def _after_update(self, part: LoopPart) -> None:

@@ -74,6 +74,8 @@ class LoopOptimizer:
         self.optimizer = optimizer
         self.parts = parts
         self.of_parts = [part.step.update.optimizer for part in parts]
+        # whether it updates all parameters itself
+        self.is_alone = all(of_part is optimizer for of_part in self.of_parts)
         self._ids = {id(p) for p in params_of(optimizer)}
         self._global_loss = global_loss
         self._after = after
@@ -95,11 +97,6 @@ class LoopOptimizer:
         for part in parts:
             if not part.sync.updates_here:
                 _follow_rate(part.step.update)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether it updates all parameters itself."""
-        return all(of_part is self.optimizer for of_part in self.of_parts)
 
     def take_settings(self) -> None:
         """After a checkpoint was loaded: settings of the parts are those of the optimizer."""

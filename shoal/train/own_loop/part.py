@@ -59,12 +59,13 @@ class LoopPart:
             self._has_begun = True
 
     def begin_backward(self, loss: Tensor, fraction: float, reduces: bool) -> None:
-        """`loss` is weighted; with `reduces` the backward that follows is reduced."""
+        """`loss` has this `fraction`; with `reduces` the backward that follows is reduced."""
         self.step.parameters.check()
         self.begin_forward()
         self.sync.batch_fraction = fraction
         self._set_aside()
-        self.flat.grads.record_loss(loss)
+        if self.flat.grads.records_loss:
+            self.flat.grads.record_loss(loss.detach() * fraction)
         if self.sync.collects and reduces:
             self._arm()
 
@@ -82,6 +83,8 @@ class LoopPart:
 
     def forget(self, zeroed: set[int] | None = None) -> None:
         """The gradients were set to None or zero: all, or those of some parameters (ids)."""
+        if not (self._held or self._is_reduced or self._is_local):
+            return
         if zeroed is not None:
             self._held = {i: g for i, g in self._held.items() if id(self.params[i]) not in zeroed}
             others = (p for p in self.params if id(p) not in zeroed)

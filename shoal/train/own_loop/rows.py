@@ -47,7 +47,12 @@ class LoopForwards:
         self._is_comparing = False  # its own calls of the model are not the script's
 
     def watch(self, model: nn.Module, shard: ReplicaShard) -> None:
-        """From now on, all calls of `model`."""
+        """From now on, all calls of `model`, where there is something to do around them.
+
+        A hook takes time, and torch.compile ends a graph at it.
+        """
+        if self.mesh.world.size == 1 and all(part.sync.is_alone for part in self._parts_of(model)):
+            return
         states: list[list[Tensor]] = []
         is_alone = self.mesh.data.size == 1
         first: list[ForwardBuffers | None] = []

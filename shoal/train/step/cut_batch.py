@@ -37,9 +37,9 @@ class ForwardSignature:
 
     def arguments(self, content: Any, samples: int) -> tuple[Any, Any]:
         """Inputs of the model and targets of the loss, of a batch of so many samples."""
-        if isinstance(content, Mapping):
-            return self._entries(content), LossArguments.optional(content)
         if not isinstance(content, (tuple, list)):
+            if isinstance(content, Mapping):
+                return self._entries(content), LossArguments.optional(content)
             return (content,), LossArguments.optional(content)
         inputs, *others = content
         if is_list_of_samples(inputs, samples):
@@ -160,6 +160,12 @@ class BatchCutter:
         if part is not None and self.local_microbatches == 1 < len(part.microbatch_sizes):
             part = _in_one(part)
             content = part.content
+        is_whole = part is not None and len(part.microbatch_sizes) == self.local_microbatches == 1
+        if part is not None and is_whole and self.count is None:
+            size = part.microbatch_sizes[0]
+            weight = size / self.copies / part.total
+            seed = self._seed_of(step, first)
+            return [self._microbatch(content, size, weight, size == 0, seed)]
         ranges, sizes = self._layout(content, part, known)
         pieces = [content]
         if len(ranges) > 1:

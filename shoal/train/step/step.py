@@ -200,8 +200,11 @@ class Step:
                 before = ForwardBuffers(self.model)
             if self.compiler is not None and not self.flat.compile(self.compiler):
                 self.engine.stage.compile(self.compiler)
-        with self.compile_errors():
+        if self.compiler is None:
             loss = self.compute(microbatches, self.sync.reduce)
+        else:
+            with self.compile_errors():
+                loss = self.compute(microbatches, self.sync.reduce)
         local = self.shard.token_axes.sum(loss)
         if self.compiler is not None:
             self.shard.say(graph_breaks().news())
