@@ -28,13 +28,13 @@ from shoal.data.rows import move_to, num_rows, take_rows
 from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_line, first_step
 from shoal.observe.model_sizes import activation_bytes, row_tables, sizes_of
-from shoal.plan.tracing.module import precision_of, sum_of, trace_module
+from shoal.plan.tracing.module import AUTOCAST, precision_of, sum_of, trace_module
 from shoal.plan.workloads import Precision, SplitLimits, StoredRows
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.fsdp.unit_gather import wrap_modules
+from shoal.replica.fsdp.unit_gather import cast_params, wrap_modules
 from shoal.replica.microbatch_context import Loss, autocast_for, call_model
 from shoal.replica.tensor.plan import plan_of
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
@@ -140,7 +140,12 @@ def trace_rows_of(
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     units = wrap_modules(model, trained)  # in which zero(3) would gather
     unit_of = {names[id(p)]: number for number, unit in enumerate(units) for p in unit.params}
-    held = tuple(tensor._replace(unit=unit_of.get(tensor.name, 0)) for tensor in traced.held)
+    is_autocast = precision.compute in AUTOCAST
+    cast = {names[id(p)] for p in cast_params(units)} if is_autocast else set()
+    held = tuple(
+        tensor._replace(unit=unit_of.get(tensor.name, 0), is_cast=tensor.name in cast)
+        for tensor in traced.held
+    )
     sizes = tuple(size for size in TP_SIZES if tp_roles(model, size))
     limits = SplitLimits(tp_sizes=sizes, ep=max(1, math.gcd(*(m.num_experts for m in mixtures))))
     return replace(traced, limits=limits, held=held)

@@ -154,7 +154,9 @@ class Predictor:
             width = self.workload.precision.gradient_bytes
             self._held[key] = None
             if found is not None and found.shapes:
-                self._held[key] = TensorSizes(found.shapes, found.units, width, found.untrained)
+                self._held[key] = TensorSizes(
+                    found.shapes, found.units, width, found.untrained, found.cast
+                )
         return self._held[key]
 
     def predict(

@@ -289,5 +289,10 @@ class BufferLayout:
         root, *blocks = held
         return root + max(a + b for a, b in itertools.pairwise([0, *blocks, 0]))
 
+    def gathered_share(self, cast: Collection[int]) -> float:
+        """The bytes that zero(3) gathers, as a share of those without autocast."""
+        saved = sum(self.sizes[i] for i in cast) * (1 - CAST_WIDTH / self.width)
+        return 1 - saved / sum(self.sizes)
+
     def _gathered(self, i: int, cast: Collection[int]) -> int:
         return aligned_bytes(self.sizes[i], CAST_WIDTH if i in cast else self.width)

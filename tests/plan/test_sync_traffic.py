@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -178,6 +179,7 @@ STAGES = [
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("make", "text", "near"),
     [
@@ -186,13 +188,16 @@ ADAM = partial(torch.optim.AdamW, lr=1e-3)
     ],
 )
 def test_memory_of_a_traced_model_is_what_the_runtime_estimates(
-    make: Callable[[], nn.Module], text: str, near: float
+    make: Callable[[], nn.Module], text: str, near: float, precision: str
 ) -> None:
     strategy, model = parse(text), make()
-    sizes = stage_sizes(model, ADAM, split_model(model, strategy.pp))
+    sizes = [
+        replace(stage, is_cast=precision == "bf16")
+        for stage in stage_sizes(model, ADAM, split_model(model, strategy.pp))
+    ]
     workers = memory_of(strategy, 4, sizes, [0] * len(sizes))
     content = (torch.zeros(16, 64), torch.zeros(16, dtype=torch.long))
-    traced = trace_step(model, F.cross_entropy, content, precision_for(model, ADAM, "fp32"))
+    traced = trace_step(model, F.cross_entropy, content, precision_for(model, ADAM, precision))
     memory = Predictor(traced, cluster_of()).predict(strategy, 4, PlanSettings(16)).memory
     most = max(sum(vars(one).values()) for one in workers)
     room = max(4 * p.numel() for p in model.parameters())  # of a gradient, before it is added

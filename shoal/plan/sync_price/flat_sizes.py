@@ -51,6 +51,7 @@ class EvenSizes:
 
     offset = 0.0
     tensors = 0
+    cast_share = 1.0
 
     @property
     def trained(self) -> float:
@@ -139,6 +140,7 @@ class TensorSizes(BufferLayout):
         self.units = tuple(units) or (tuple(range(len(shapes))),)
         self.tensors = len(shapes)
         self.trained = sum(self.sizes)
+        self.cast_share = self.gathered_share(cast)
         self.largest_tensor = max(self.sizes)
 
     def filled(self, num_bytes: float, first_bytes: float | None = None) -> list[Buckets]:

@@ -126,10 +126,11 @@ def _spread(question: SyncQuestion) -> Part:
 
 def _layers_gathered(question: SyncQuestion) -> tuple[CollectiveTime, CollectiveTime]:
     """All layers, each in a call of its own, and one of them."""
+    all_bytes = question.parameter_bytes * question.sizes.cast_share
     layer_bytes = question.layer_parameters * question.precision.parameter_bytes
-    layer_bytes = min(layer_bytes, question.parameter_bytes) or question.parameter_bytes
+    layer_bytes = min(layer_bytes * question.sizes.cast_share, all_bytes) or all_bytes
     one = _by_one_nic(question, partial(question.collective, "all_gather"), layer_bytes)
-    calls = question.parameter_bytes / max(1.0, layer_bytes)
+    calls = all_bytes / max(1.0, layer_bytes)
     return one._replace(seconds=calls * one.seconds), one
 
 
@@ -169,7 +170,8 @@ def _sent(term: Any, question: SyncQuestion) -> float:
     passes = question.microbatches if term.stage > 1 else 1
     weights = body
     if term.stage == 3:
-        weights = question.microbatches * (2 * body - question.sizes.first_units * width)
+        twice = question.microbatches * (2 * body - question.sizes.first_units * width)
+        weights = twice * question.sizes.cast_share
     head = 2 * passes * (1 + tensors) * width if tensors else 0.0
     copies = len(_held(term, question, 0)) - 1
     return (p - 1) / p * (passes * body + weights + head) + copies / p * body

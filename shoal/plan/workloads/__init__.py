@@ -79,6 +79,7 @@ class HeldTensor(NamedTuple):
     is_divided: bool = False  # by tp
     is_expert: bool = False  # divided by ep
     is_trained: bool = True
+    is_cast: bool = False  # autocast takes it in 16 bits, and so zero(3) gathers it
 
 
 class StageTensors(NamedTuple):
@@ -87,6 +88,7 @@ class StageTensors(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # of trained ones
     # their places in `shapes`, by what zero(3) gathers; root first
     units: tuple[tuple[int, ...], ...]
+    cast: frozenset[int]  # those that zero(3) gathers in 16 bits
     untrained: float  # numbers of others
 
 

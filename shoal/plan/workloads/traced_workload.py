@@ -46,6 +46,7 @@ def stage_tensors(
     return StageTensors(
         tuple(_shape(tensor, split) for tensor in trained),
         tuple(tuple(units[unit]) for unit in sorted(units)),
+        frozenset(place for place, tensor in enumerate(trained) if tensor.is_cast),
         float(sum(others)),
     )
 
