@@ -1,7 +1,10 @@
 """Strategies on GPUs over NCCL, each beside torch's own way to do the same.
 
-    ddp                DistributedDataParallel         zero(3)    fully_shard (FSDP2)
-    tp(N)              parallelize_module (DTensor)    pp(N)      torch.distributed.pipelining
+    ddp        DistributedDataParallel
+    zero(3)    fully_shard (FSDP2)
+    zero(2)    fully_shard(reshard_after_forward=False)
+    tp(N)      parallelize_module (DTensor)
+    pp(N)      torch.distributed.pipelining
 
 All train one GPT on the same tokens under autocast in bf16, one way after the other, in two rounds
 (`fsdp_bf16` keeps all that it computes in bf16, which takes less memory and gives another loss). A
@@ -84,19 +87,27 @@ def torch_ddp(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 def torch_fsdp(
-    job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor], casts: bool = True
+    job: shoal.Job,
+    model: GPT,
+    batch: tuple[Tensor, Tensor],
+    casts: bool = True,
+    reshards: bool = True,
 ) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = DeviceMesh("cuda", list(range(job.size)))
     policy = MixedPrecisionPolicy(None if casts else torch.bfloat16, torch.float32)
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     return _trained(model, _rows_of(job, batch), casts)
 
 
 def torch_fsdp_bf16(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
     return torch_fsdp(job, model, batch, casts=False)
+
+
+def torch_fsdp_zero2(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
+    return torch_fsdp(job, model, batch, reshards=False)
 
 
 def torch_tp(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
@@ -166,6 +177,7 @@ def torch_pp(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
 
 _PEERS: dict[str, tuple[Callable[..., Step], ...]] = {
     "ddp": (torch_ddp,),
+    "zero(2)": (torch_fsdp_zero2,),
     "zero(3)": (torch_fsdp, torch_fsdp_bf16),
     "tp": (torch_tp,),
     "pp": (torch_pp,),
