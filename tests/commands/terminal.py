@@ -1,15 +1,18 @@
-"""The command line inside of the test's process, for commands that start no other."""
+"""The command line inside of the test's process; `shoal_apart` for commands that start others."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
 import pytest
 
 from shoal.cli import main
+from tests import forked
 
 
 class Answer(NamedTuple):
@@ -24,6 +27,14 @@ def shoal(*words: str) -> Answer:
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
         main(words)
     return Answer(caught.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def shoal_apart(*words: str) -> Answer:
+    """For commands that start processes: it and they are forks of one that has loaded torch."""
+    command = [sys.executable, "-m", "shoal", *words]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forked.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def document_of(*words: str) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shoal.runtime.trace import open_trace
-from tests.commands.terminal import shoal
+from tests import forked
+from tests.commands.terminal import shoal_apart as shoal
 
 SHORT = ("-n", "2", "--cluster", "dgx-a100", "--steps", "6")
 
@@ -89,7 +90,7 @@ def test_compare_virtual_is_a_rehearsal() -> None:
 
 def test_ctrl_c_ends_a_rehearsal() -> None:
     command = [sys.executable, "-m", "shoal", "rehearse", "-n", "2", "-s", "ddp", "digits"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "rehearsing" in line:
@@ -124,7 +125,7 @@ def test_a_loss_that_is_nan_is_told_and_json_stays_one_document(tmp_path: Path) 
     asked = ("rehearse", "-n", "40", "--cluster", "dgx-a100", "-s", "ddp")
     script = str(tmp_path / "diverges.py")
     command = [sys.executable, "-m", "shoal", *asked, "--json", script]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    answer = forked.run(command, capture_output=True, text=True, check=True)
     (run,) = json.loads(answer.stdout)["runs"]
     assert run["losses"][-1] is None and run["losses"][0] > 0
     kept = tmp_path / "kept"
