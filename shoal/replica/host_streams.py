@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _some: Callable[[Any], tuple[int, ...]] = itemgetter(0, 2, 5, -1, -2)
 
@@ -151,10 +152,11 @@ def _numpy_words() -> ctypes.Array[ctypes.c_uint32] | None:
 def _torch_words() -> ctypes.Array[ctypes.c_uint32] | None:
     """torch's of the CPU: seed, words left, position, words, and the second normal of a pair."""
     generator: Any = torch.default_generator
-    state = generator.get_state()
-    numbers = [number % 2**32 for number in state.view(torch.int32).tolist()]
+    with _disable_current_modes():  # such as that of fake tensors, which have no numbers
+        state = generator.get_state()
+        numbers = [number % 2**32 for number in state.view(torch.int32).tolist()]
+        second = bytes(state[5024:5041].tolist())
     expected = [numbers[4], *numbers[6:1254:2]]
-    second = bytes(state[5024:5041].tolist())
     for address in range(generator._cdata, generator._cdata + 512, 4):
         if _words_at(address, expected) is not None:
             words = (ctypes.c_uint32 * (4 + len(expected) + 6)).from_address(address - 16)

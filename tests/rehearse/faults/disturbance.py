@@ -8,7 +8,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ MAX_TURNS = 50_000  # of threads at one moment: what takes more makes no progres
 class DisturbedTime(VirtualTime):
     """Processes stop, threads run in any order, and no run takes for ever."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, around: Any = nullcontext) -> None:
+        super().__init__(around)
         self.stopped: dict[str, float] = {}  # until when, by the name of a process
         self.order: random.Random | None = None
         self._turns = (0.0, 0)  # the present moment, and how many there were
