@@ -163,7 +163,7 @@ class BatchCutter:
         is_whole = part is not None and len(part.microbatch_sizes) == self.local_microbatches == 1
         if part is not None and is_whole and self.count is None:
             size = part.microbatch_sizes[0]
-            weight = size / self.copies / part.total
+            [weight] = self._weights([float(size)], part.total, part.concurrent)
             seed = self._seed_of(step, first)
             return [self._microbatch(content, size, weight, size == 0, seed)]
         ranges, sizes = self._layout(content, part, known)
