@@ -356,7 +356,7 @@ class Job(LoopMethods):
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
         if sys.exc_info()[0] is None:  # else the others wait for this rank in a step
-            self._rules.compare()
+            self._rules.end()
         self._meetings.end()
         if self._elastic is not None:
             self._elastic.close()

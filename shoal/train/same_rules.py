@@ -2,7 +2,8 @@
 
     at set-up        each optimizer of all parameters: its class, and its groups with their numbers
     after 16 steps   the learning rates of each of them, and the numbers as they are now; also
-                     before a checkpoint is saved, before an evaluation and at the end
+                     before a checkpoint is saved, before an evaluation and, without servers, at
+                     the end
 
 Each rank waits for the others in those steps anyway. It costs an all-gather of 16 bytes.
 """
@@ -75,10 +76,12 @@ class SameRules:
         self._shown = ""
         self._noted: list[str] = []  # since ranks were compared last
         self.compares = group.size > 1
+        self._waits_at_end = True  # with servers, they tell who has ended before the others
 
     def add(self, step: Step) -> None:
         """Replicas that do not wait for each other, or that may be lost, are not compared."""
         self.compares &= step.term.lockstep and step.sync.synchronous
+        self._waits_at_end &= not step.term.has_servers
         if not step.is_own_loop:
             self._of_steps.append(step.update)
             self._kind += _numbers_of(step.update.optimizer)
@@ -102,6 +105,11 @@ class SameRules:
             numbers = [line for o in self._optimizers() for line in _numbers_of(o)]
             check_same(self._group, self._noted + numbers, "\n".join(self._kind))
             self._noted = []
+
+    def end(self) -> None:
+        """All ranks call it, if none of them has failed."""
+        if self._waits_at_end:
+            self.compare()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [*(o.optimizer for o in self._of_loop), *(o.optimizer for o in self._of_steps)]

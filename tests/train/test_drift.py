@@ -118,14 +118,17 @@ def test_a_scheduler_that_follows_a_workers_own_loss_is_refused(
         world(2, looped(alike, follows, strategy))
 
 
+_LOCKSTEP = ["ddp", "zero(1)", "zero(2)", "zero(3)", "tp(2)", "pp(2)"]
+
+
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "zero(1)", "zero(2)", "zero(3)", "tp(2)", "pp(2)", "ps"]
+    ("strategy", "steps"),
+    [*((strategy, 3) for strategy in _LOCKSTEP), *((one, 40) for one in [*_LOCKSTEP, "ps"])],
 )
-@pytest.mark.parametrize("steps", [3, 40])
 def test_a_learning_rate_that_follows_a_workers_own_loss_is_refused(
     world: World, strategy: str, steps: int
 ) -> None:
-    """For one step alone: the end of a run compares it, or the sixteenth step."""
+    """For one step alone: the end of a run compares it (without servers), or the sixteenth step."""
     models = [mlp(), mlp()]
     reached = [0, 0]
 
