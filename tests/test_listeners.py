@@ -21,6 +21,7 @@ from shoal.server.process.server import Server
 PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
 LISTENERS = {
+    "comm/executors/elastic_nccl.py": "NCCL within one host, as in comm/select.py",
     "comm/select.py": "Gloo and NCCL: Worker._check_network",
     "comm/store/service.py": "asks for a key",
     "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",
