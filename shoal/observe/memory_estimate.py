@@ -4,7 +4,7 @@
 Parameters then go to the meta device as modules are made. The first call of a step runs one
 worker's micro-batch through the model on fake tensors, which have shapes and no memory, and adds
 up what autograd saves. The optimizer takes a step on the meta device, which shows its state. The
-plan of the strategy adds up the rest (`SyncPlan.memory`). A second call ends the script.
+step of the strategy says the rest (`schedules/steps/`). A second call ends the script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,11 +38,12 @@ from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.runtime.config import MemoryEstimateConfig
 from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.catalog import build
+from shoal.schedules.steps.catalog import step_of
+from shoal.schedules.steps.step import What
+from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Pp, Tp
 from shoal.strategy.strategy import Strategy, as_strategy
-from shoal.sync import plan_for
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.train.job import Job
 from shoal.train.own_loop.setup import loop_term, tensor_plans
@@ -51,22 +52,31 @@ from shoal.transport.transport import DoneWork, Work
 
 
 @dataclass(frozen=True)
-class WorkerMemory(SyncMemory):
-    """Bytes that one worker takes at its fullest; None where it cannot be known."""
+class WorkerMemory:
+    """Bytes that one worker takes at its fullest, each of one kind (`What`)."""
 
-    activations: int | None = None  # what backward needs of the micro-batches under way
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    copies: int = 0
+    residuals: int = 0
+    in_flight: int = 0
+    shared: int = 0
+    server: int = 0
+    activations: int | None = None  # what backward needs of micro-batches under way; None: unknown
 
     def plus(self, other: WorkerMemory) -> WorkerMemory:
         """Of two models that are trained in turn: activations are not held at once."""
         known = [m.activations for m in (self, other) if m.activations is not None]
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(SyncMemory)}
+        sums = {what.value: getattr(self, what) + getattr(other, what) for what in What}
         return WorkerMemory(**sums, activations=max(known) if len(known) == 2 else None)
 
 
 def memory_of(
     strategy: Strategy,
     workers: int,
-    stages: Sequence[ModelSizes],
+    stages: Sequence[WorkerModel],
     activations: Sequence[int | None],
 ) -> list[WorkerMemory]:
     """What each worker holds; `stages` are the sizes of each stage of a replica.
@@ -75,36 +85,39 @@ def memory_of(
     the slices of layers (tp) of one worker.
     """
     layout = strategy.layout(workers)
-    plan = plan_for(strategy.sync_for(layout.replicas), layout.replicas)
+    term = strategy.sync_for(layout.replicas)
     of_stage = layout.ep * layout.cp
     found: list[WorkerMemory] = []
     for replica in range(layout.replicas):
         for sizes, held in zip(stages, activations, strict=True):
-            memory = asdict(plan.memory(sizes, replica, layout.replicas))
+            step = step_of(term, sizes, layout.replicas, replica)
+            memory = {what.value: round(step.bytes_of(what)) for what in What}
             saved = None if held is None else math.ceil(held / of_stage)
             found += [WorkerMemory(**memory, activations=saved)] * of_stage * layout.tp
     return found
 
 
-def servers_of(strategy: Strategy, workers: int, stages: Sequence[ModelSizes]) -> list[int]:
+def servers_of(strategy: Strategy, workers: int, stages: Sequence[WorkerModel]) -> list[int]:
     """Bytes of each server process, where there are some; each has a part of every stage."""
     layout = strategy.layout(workers)
-    plan = plan_for(strategy.sync_for(layout.replicas), layout.replicas)
-    held = [plan.server_memory(sizes, layout.replicas) for sizes in stages]
-    return [layout.tp * sum(parts) for parts in zip(*held, strict=True)]
+    term = strategy.sync_for(layout.replicas)
+    held = [step_of(term, sizes, layout.replicas, 0).servers for sizes in stages]
+    return [layout.tp * round(sum(shares)) for shares in zip(*held, strict=True)]
 
 
 def stage_sizes(
     model: nn.Module, optimizer: OptimizerFactory, stages: Stages | None
-) -> list[ModelSizes]:
+) -> list[WorkerModel]:
     """The sizes of each stage, with the parameters that it will hold."""
     if stages is None:
         return [model_sizes.sizes_of(model, optimizer)]
     sizes = []
     for stage in range(stages.stages):
         held = {name: holders for name, holders in stages.holders.items() if stage in holders}
-        duplicates = frozenset(name for name, holders in held.items() if stage > min(holders))
         of_stage = model_sizes.sizes_of(model, optimizer, list(held))
+        duplicates = frozenset(
+            i for i, name in enumerate(of_stage.names) if stage > min(held[name])
+        )
         sizes.append(replace(of_stage, is_stage=True, duplicates=duplicates))
     return sizes
 
@@ -138,19 +151,21 @@ def split_layers(model: nn.Module, tp: Tp | None, mixtures: list[Mixture]) -> di
     return {name: role.kind for name, role in roles.items()}
 
 
-def held_layers(sizes: ModelSizes, term: SyncTerm, replicas: int) -> dict[str, Any]:
+def held_layers(sizes: WorkerModel, term: SyncTerm, replicas: int) -> dict[str, Any]:
     """The layers of a stage, and those that each replica owns where its state is sharded."""
 
     def layers(names: list[str]) -> list[str]:
         return list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
 
-    ranges, owned = sizes.flat.ranges, None
+    layout = sizes.layout
+    owned = None
     if term.shards_state and replicas > 1:
-        shards = sizes.flat.shards(replicas)
-        owned = [layers([r.name for r in ranges if s.start <= r.start < s.stop]) for s in shards]
-    numel = sum(p.numel() for p in sizes.flat.params)
-    found = {"layers": layers([r.name for r in ranges]), "owned": owned}
-    return {**found, "numel": numel, "width": sizes.width}
+        owned = [
+            layers([sizes.names[one.tensor] for one in layout.overlaps(shard)])
+            for shard in layout.shards(replicas)
+        ]
+    found = {"layers": layers(list(sizes.names)), "owned": owned}
+    return {**found, "numel": layout.trained, "width": sizes.width}
 
 
 def stage_activations(virtual: Sequence[int], pp: Pp | None, microbatches: int) -> list[int]:
@@ -226,9 +241,7 @@ class EstimateJob(Job):
         sizes = model_sizes.loop_sizes(models, [o for o in objects if not isinstance(o, nn.Module)])
         self._estimates += [memory_of(strategy, self._workers, [s], [None]) for s in sizes]
         self._servers += [servers_of(strategy, self._workers, [s]) for s in sizes]
-        others = WorkerMemory(
-            model_sizes.other_bytes(models, sizes), gradients=0, optimizer=0, activations=0
-        )
+        others = WorkerMemory(model_sizes.other_bytes(models, sizes), activations=0)
         self._estimates.append([others] * self._workers)
         self._whys = ["the script computes the loss in a loop of its own"]
         return objects[0] if len(objects) == 1 else objects
@@ -274,10 +287,10 @@ class EstimateJob(Job):
             keep_first_experts(mixtures, ep.size)
         # under ep gradients are summed over its workers at the parameters
         accumulates = microbatches > 1 or ep is not None
-        accumulates = accumulates or batches is Batches.WHOLE_DATASET
         given: dict[str, Any] = {"accumulates": accumulates and not options.exact}
         given["is_cast"] = options.precision != "fp32" and not options.compile
-        given["on_cpu"] = self._services.config.memory_estimate.on_cpu
+        given["on_cpu"] = self._services.config.memory_estimate.on_cpu or None
+        given["microbatches"] = microbatches
         given["exact_microbatches"] = options.microbatches if options.exact else None
         stages = [replace(sizes, **given) for sizes in stage_sizes(model, optimizer, split)]
         workers = memory_of(self._strategy, self._workers, stages, activations)

@@ -6,7 +6,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
@@ -19,8 +19,9 @@ from shoal.pytree import Tree, tensors_of
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.microbatch_context import MicroBatch
 from shoal.runtime.config import MemoryProbeConfig
+from shoal.schedules.steps.step import What
 from shoal.sync.compressed_sum import CompressedSum
-from shoal.sync.memory import MemoryCounter, SyncMemory, tensors_held_by
+from shoal.sync.memory import MemoryCounter, tensors_held_by
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 
@@ -54,7 +55,7 @@ class ModelProbe:
     def __init__(self, step: Step):
         self.step = step
         self.activations = SavedBytes()
-        self._most = dict.fromkeys((f.name for f in fields(SyncMemory)), 0)
+        self._most = dict.fromkeys((what.value for what in What), 0)
         for p in step.flat.params:
             p.register_hook(self._hook(p))  # type: ignore[no-untyped-call]
         step.flat.grads.on_copy = self.look

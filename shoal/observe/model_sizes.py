@@ -18,12 +18,13 @@ from shoal.plan.tracing.module import AUTOCAST, on_fake_tensors
 from shoal.plan.tracing.recorder import SavedTensors
 from shoal.plan.workloads import StoredRows
 from shoal.pytree import Tree, map_tensors
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat_params import FlatLayout
 from shoal.replica.fsdp.unit_gather import cast_params, wrap_modules
 from shoal.replica.microbatch_context import Loss, call_model, fork_rng
 from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
-from shoal.sync.memory import ModelSizes
+from shoal.schedules.steps.tensor_layout import TensorLayout
+from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.sync.shared_host import takes_slices
 from shoal.train.step.cut_batch import ForwardSignature
@@ -31,7 +32,7 @@ from shoal.train.step.cut_batch import ForwardSignature
 
 def sizes_of(
     model: nn.Module, optimizer: OptimizerFactory, names: Iterable[str] | None = None
-) -> ModelSizes:
+) -> WorkerModel:
     """The sizes of a model, or of its parameters and buffers with these names."""
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
@@ -46,19 +47,22 @@ def sizes_of(
         (name, nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
         for name, p in named
     ]
-    flat = FlatParams(meta)
-    made = make_optimizer(optimizer, flat.named)
-    slices = takes_slices(made)
+    flat = FlatLayout(meta)
+    index = {name: i for i, (name, _) in enumerate(flat.named)}
     wrapped = wrap_modules(model, trained)
+    units = [[index[name_of[p]] for p in unit.params] for unit in wrapped]
+    cast = frozenset(index[name_of[p]] for p in cast_params(wrapped))
+    shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in flat.params]
+    made = make_optimizer(optimizer, flat.named)
     first_state, state = state_bytes(flat.named, made)
-    return ModelSizes(
-        flat,
+    return WorkerModel(
+        TensorLayout(shapes, units, flat.width, cast),
+        state=[state[name] for name in index],
+        first_state=[first_state[name] for name in index],
+        parameter_bytes=flat.width,
+        names=list(index),
         untrained=sum(t.nbytes for t in untrained),
-        units=[[name_of[p] for p in unit.params] for unit in wrapped],
-        products=frozenset(name_of[p] for p in cast_params(wrapped)),
-        state=state,
-        first_state=first_state,
-        takes_slices=slices,
+        takes_slices=takes_slices(made),
         statistics=[
             b.nbytes
             for name, b in buffers.items()
@@ -181,7 +185,7 @@ class _MadeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def loop_sizes(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[ModelSizes]:
+def loop_sizes(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[WorkerModel]:
     """Of every model that an optimizer trains, once for each of them."""
     sizes = []
     for optimizer in optimizers:
@@ -196,11 +200,10 @@ def loop_sizes(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[M
     return sizes
 
 
-def other_bytes(models: Sequence[nn.Module], sizes: Sequence[ModelSizes]) -> int:
+def other_bytes(models: Sequence[nn.Module], sizes: Sequence[WorkerModel]) -> int:
     """Of the parameters and buffers that no optimizer trains."""
     tensors = {id(t): t for m in models for t in [*m.parameters(), *m.buffers()]}
-    known = sum(p.nbytes for size in sizes for p in size.flat.params)
-    known += sum(size.untrained for size in sizes)
+    known = sum(int(size.layout.trained * size.width + size.untrained) for size in sizes)
     return max(0, sum(t.nbytes for t in tensors.values()) - known)
 
 

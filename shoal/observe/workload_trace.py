@@ -173,8 +173,7 @@ def trace_rows(
 def precision_for(model: nn.Module, optimizer: OptimizerFactory, precision: str) -> Precision:
     """Bytes of each number, as Shoal trains: parameters keep their type under autocast."""
     sizes = sizes_of(model, optimizer)
-    numbers = max(1, sum(p.numel() for p in sizes.flat.params))
-    state = round(sum(sizes.state.values()) / numbers)
+    state = round(sizes.whole_state / max(1, sizes.layout.trained))
     own = precision_of(model, state)
     compute = precision if precision in ("bf16", "fp16") else own.compute
     return Precision(compute, own.parameter_bytes, own.gradient_bytes, 0, state)

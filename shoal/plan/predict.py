@@ -19,12 +19,12 @@ from shoal.plan.step.slow_workers import SlowWorkers, slow_replicas
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
 from shoal.plan.sync_price import SyncPrice, SyncQuestion, Zero3
 from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
-from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.sync_price.gossip import gossip, hogwild
 from shoal.plan.sync_price.ps import ps
 from shoal.plan.sync_price.zero import zero
 from shoal.plan.workloads import Recompute, Split, Workload, parameters_of
 from shoal.schedules.pipelines.catalog import schedule
+from shoal.schedules.steps.tensor_layout import TensorLayout
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
@@ -34,7 +34,21 @@ PRICERS: dict[str, Callable[[Any, SyncQuestion], SyncPrice]] = {one.__name__: on
 
 def price_of(term: SyncTerm, question: SyncQuestion) -> SyncPrice:
     """What the sync term adds to the step of this question."""
-    return PRICERS[term.name](term, question)
+    price = PRICERS[term.name](term, question)
+    memory = _with_rows(question.memory(term), term, question)
+    return replace(price, memory=memory, sent_bytes=price.sent_bytes or question.sent_bytes(term))
+
+
+def _with_rows(memory: DeviceMemory, term: SyncTerm, question: SyncQuestion) -> DeviceMemory:
+    """Rows of tables are in the only worker, or divided by servers, some of which workers hold."""
+    rows = question.row_bytes
+    if not term.has_servers:
+        return memory._replace(parameters=memory.parameters + rows)
+    if term.server_processes:
+        rows /= term.server_processes // term.server_replicas
+        return memory._replace(servers=memory.servers + rows)
+    servers = 1 if term.needs_first_replica else question.replicas
+    return memory._replace(buffers=memory.buffers + rows / servers / question.each)
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ class Predictor:
         self._order = order
         self._pricers: dict[tuple[int, float | None], ReplicaPricer] = {}
         self._asked: dict[tuple[object, ...], tuple[ReplicaPrice, SyncQuestion]] = {}
-        self._held: dict[tuple[Stage, int, int], TensorSizes | None] = {}
+        self._held: dict[tuple[Stage, int, int], tuple[TensorLayout | None, float]] = {}
         self._flops: dict[tuple[int, bool], float] = {}
 
     def pricer(self, workers: int, program: ModelProgram = FUSED) -> ReplicaPricer:
@@ -122,7 +136,7 @@ class Predictor:
     ) -> SyncQuestion:
         """What the replicas of a step have to agree on."""
         layout, stages = resolved.layout, replica.stages
-        held = self._tensors(stages.fullest, resolved.split)
+        held, untrained = self._tensors(stages.fullest, resolved.split)
         precision = self.workload.precision
         return SyncQuestion(
             pricer.network,
@@ -135,7 +149,7 @@ class Predictor:
             layout.workers,
             held,
             stages.layer_parameters,
-            0.0 if held is None else held.untrained * precision.parameter_bytes,
+            untrained * precision.parameter_bytes,
             is_stage=layout.pp > 1,
             adds_up=layout.ep > 1,
             adjacent_parameters=stages.adjacent_parameters,
@@ -146,17 +160,16 @@ class Predictor:
             samples=resolved.split.microbatch,
         )
 
-    def _tensors(self, stage: Stage, split: Split) -> TensorSizes | None:
-        """The tensors of the fullest device, where the model is known."""
+    def _tensors(self, stage: Stage, split: Split) -> tuple[TensorLayout | None, float]:
+        """The tensors of the fullest device, where the model is known; untrained numbers."""
         key = (stage, split.tp, split.ep)
         if key not in self._held:
             found = self.workload.tensors(stage, split)
             width = self.workload.precision.gradient_bytes
-            self._held[key] = None
+            self._held[key] = None, 0.0
             if found is not None and found.shapes:
-                self._held[key] = TensorSizes(
-                    found.shapes, found.units, width, found.untrained, found.cast
-                )
+                layout = TensorLayout(found.shapes, found.units, width, found.cast)
+                self._held[key] = layout, found.untrained
         return self._held[key]
 
     def predict(

@@ -3,15 +3,16 @@
     [ header | p0 .. | p1 ...... | p2 . | p3 ........ ]
 
 Arithmetic without torch, in elements: the runtime lays parameters out by it
-(`replica/flat_params.py`), and the planner prices by it (`plan/sync_price/flat_sizes.py`).
+(`replica/flat_params.py`), and schedules of steps are made of it (`steps/worker_model.py`).
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 
 class ShardTransfer(NamedTuple):
@@ -112,6 +113,7 @@ def most_gradients(buckets: Sequence[FilledBucket], passes: int, room: float) ->
 Position = TypeVar("Position", int, float)
 
 CAST_WIDTH = 2  # bytes of a number that zero(3) gathers in the dtype of autocast
+_SLICE_ALIGN = 16  # elements
 ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
@@ -123,16 +125,50 @@ _SMALLEST_BUCKET_BYTES = 1 << 20  # of zero
 
 
 def shard_edges(boundaries: Sequence[Position], shards: int) -> list[Position]:
-    """The edges of consecutive shards, each at the boundary nearest to an equal division."""
+    """The edges of consecutive shards, each at the boundary nearest to an equal division.
+
+    Boundaries are in order; the first and the last one are edges.
+    """
     first = boundaries[0]
     span = boundaries[-1] - first
     edges = [first]
     for k in range(1, shards):
         target = first + span * k / shards
-        nearest = min(boundaries, key=lambda edge: abs(edge - target))
-        edges.append(max(nearest, edges[-1]))
+        following = bisect.bisect_left(boundaries, target)
+        near = boundaries[max(0, following - 1) : following + 1]
+        edges.append(max(min(near, key=lambda edge: abs(edge - target)), edges[-1]))
     edges.append(boundaries[-1])
     return edges
+
+
+class ShapedTensor(Protocol):
+    """Where a tensor of this shape starts in the buffer."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def server_edges(
+    tensors: Sequence[ShapedTensor], size: int, servers: int, by_rows: bool
+) -> list[int]:
+    """Where slices of servers begin and end: as equal as the boundaries of tensors allow.
+
+    With `by_rows`, a tensor larger than an equal slice is split between rows. A slice may be
+    empty when there are few tensors.
+    """
+    first = tensors[0].start
+    equal = (size - first) / servers
+    allowed = {first, size}
+    for tensor in tensors:
+        length = math.prod(tensor.shape)
+        row = math.prod(tensor.shape[1:])
+        allowed.add(tensor.start)
+        if by_rows and length > equal and row:
+            allowed.update(range(tensor.start, tensor.start + length, row))
+    return shard_edges(sorted(allowed), servers)
 
 
 def sharded_bucket_bytes(buffer_bytes: float, replicas: int) -> int:
@@ -197,6 +233,13 @@ class BufferLayout:
         """`n` consecutive slices, split at tensor boundaries; one may be empty."""
         boundaries = [self.offset, *self.starts[1:], self.size]
         return [slice(a, b) for a, b in itertools.pairwise(shard_edges(boundaries, n))]
+
+    def equal_slices(self, ranks: int) -> list[slice]:
+        """Of what is behind the header, wherever a tensor ends; on cache lines."""
+        align = _SLICE_ALIGN
+        each = -(-(self.size - self.offset) // (ranks * align)) * align
+        starts = [min(self.offset + r * each, self.size) for r in range(ranks + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(starts)]
 
     def params_in(self, where: slice) -> list[int]:
         """The indices of the tensors in a slice that is split at their boundaries."""

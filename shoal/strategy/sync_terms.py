@@ -194,6 +194,14 @@ class Zero(ElasticOption):
         is_alone = replicas == 1 and not self.elastic and not self.offload
         return Single() if is_alone else self
 
+    @property
+    def may_share_weights(self) -> bool:
+        return self.stage < 3 and not self.elastic and not self.offload
+
+    def shards_parameters(self, replicas: int) -> bool:
+        """Whether a replica holds a shard of the parameters between steps."""
+        return self.stage == 3 and (replicas > 1 or self.elastic or self.offload)
+
     def with_whole_parameters(self) -> Zero:
         return replace(self, stage=min(self.stage, 2))
 
@@ -314,6 +322,13 @@ class Ddp(ElasticOption):
     def among(self, replicas: int) -> SyncTerm:
         is_alone = replicas == 1 and not self.elastic and self.compress is None
         return Single() if is_alone else self
+
+    @property
+    def may_share_weights(self) -> bool:
+        """An algorithm that is named is one of an all-reduce."""
+        wanted = self.shared_weights
+        is_named = self.algorithm != "auto"
+        return not self.elastic and wanted is not False and bool(wanted or not is_named)
 
     @property
     def collective_algorithm(self) -> str | None:

@@ -1,6 +1,7 @@
 """Every term that a strategy is made of, by the name that it has in the notation.
 
-A new way to agree is a class in `sync_terms.py`, its name below, and a plan in `sync/NAME.py`.
+A new way to agree is a class in `sync_terms.py`, its name below, its step in
+`schedules/steps/`, and a plan in `sync/NAME.py`.
 The parser, `import shoal`, `shoal compare` and the tests of memory find it by themselves.
 """
 

@@ -20,7 +20,6 @@ from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import SentBytes
 from shoal.strategy.base import SyncTerm
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 
 if TYPE_CHECKING:
@@ -338,21 +337,6 @@ class SyncPlan(Generic[T]):
     def owns(self, flat: FlatParams, dp: Group, exact: bool) -> Ownership:
         """What the optimizer of this rank updates."""
         return Ownership(flat.named)
-
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        """What one worker of replica `rank` holds. Nothing is allocated to find out.
-
-        Here: the full model, its gradients where backward put them, and the optimizer's state.
-        """
-        return SyncMemory(
-            parameters=sizes.buffer + sizes.untrained,
-            gradients=sizes.separate_gradients,
-            optimizer=sum(sizes.state.values()),
-        )
-
-    def server_memory(self, sizes: ModelSizes, replicas: int) -> list[int]:
-        """Bytes of each server process for this model, or for this stage of it."""
-        return []
 
     def build(self, replica: Replica) -> Sync:
         """The sync; called once, when a step is built."""

@@ -11,7 +11,7 @@ Tensors that a later stage does not need are deleted before the generator yields
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,10 +22,7 @@ from shoal.compress import Compressor, PowerSgd, TopK, make_compressor
 from shoal.errors import CheckpointError
 from shoal.replica.flat_params import FlatLayout, FlatParams
 from shoal.replica.split.shard import ReplicaShard
-from shoal.sync.memory import ModelSizes
 from shoal.transport.transport import Work
-
-INDEX_BYTES = 8  # of a position in the buffer
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,14 +98,6 @@ def unused_positions(flat: FlatParams, copies: ReplicaShard | None) -> Tensor:
         if copies is not None and copies.is_duplicate(p):
             positions.append(torch.arange(param.start, param.stop, device=flat.device))
     return torch.cat(positions)
-
-
-class SliceMemory(NamedTuple):
-    """Bytes that the sum of one slice takes."""
-
-    kept: int  # from step to step, besides the residual
-    first: int  # in flight in its first stage
-    second: int  # in flight in its second stage
 
 
 class Sum:
@@ -237,14 +226,6 @@ class FactoredSum(CompressedSum):
                 factors.basis = basis.to(self.residual.device)
 
 
-def factored_memory(factors: PowerSgd, width: int) -> SliceMemory:
-    """`width` is that of an element of the residual."""
-    left = 4 * (factors.num_left + factors.num_rest)
-    right = 4 * factors.num_right
-    first = factors.numel * width + left + 4 * factors.num_rest
-    return SliceMemory(kept=right, first=first, second=left + right if right else 0)
-
-
 MOST_KEPT = 4  # times as many elements of a sum as each replica sends
 
 
@@ -360,28 +341,6 @@ def shard_size(numel: int, size: int) -> int:
     return -(-numel // size)
 
 
-def sharded_memory(
-    sizes: ModelSizes, at: slice, compressor: Compressor, rank: int, replicas: int
-) -> SliceMemory:
-    """Packed shards leave and arrive; then the packed sums of all shards arrive."""
-    owned = owned_shard(at, rank, replicas)
-    shard = shard_size(at.stop - at.start, replicas)
-    owed = (owned.stop - owned.start) * residual_dtype(sizes.flat.dtype).itemsize
-    packed_sum = sum_compressor(compressor, replicas).num_bytes(shard)
-    return SliceMemory(
-        kept=owed + INDEX_BYTES * sizes.unused_in(owned),
-        first=2 * replicas * compressor.num_bytes(shard),
-        second=(replicas + 1) * packed_sum,
-    )
-
-
-class CompressedMemory(NamedTuple):
-    """Bytes that a compressed sum takes."""
-
-    residuals: int  # kept from step to step
-    in_flight: int  # most at a time, when all slices are under way
-
-
 def make_compressed_sum(
     text: str,
     flat: FlatParams,
@@ -397,28 +356,6 @@ def make_compressed_sum(
     if factors:
         return FactoredSum(flat, group, factors, unused)
     return ShardedSum(flat, group, slices, first, unused)
-
-
-def compressed_memory(
-    text: str, sizes: ModelSizes, slices: Sequence[slice], rank: int, replicas: int
-) -> CompressedMemory:
-    """What `make_compressed_sum` and its messages take, without making it."""
-    flat = sizes.flat
-    width = residual_dtype(flat.dtype).itemsize
-    kept = flat.size * width + INDEX_BYTES * sizes.unused_in(slice(flat.offset, flat.size))
-    slices_memory = []
-    for at, compressor in zip(slices, _compressors(text, flat, slices).values(), strict=True):
-        if isinstance(compressor, PowerSgd):
-            slices_memory.append(factored_memory(compressor, width))
-        else:
-            slices_memory.append(sharded_memory(sizes, at, compressor, rank, replicas))
-    kept += sum(memory.kept for memory in slices_memory)
-    # when backward is over all are in the first stage; they go to the second in turn
-    in_flight = [
-        sum(m.second for m in slices_memory[:k]) + sum(m.first for m in slices_memory[k:])
-        for k in range(len(slices_memory) + 1)
-    ]
-    return CompressedMemory(kept, max(in_flight))
 
 
 def _compressors(text: str, flat: FlatLayout, slices: Sequence[slice]) -> dict[int, Compressor]:

@@ -5,17 +5,15 @@ And `single`, one replica alone: nothing to agree on.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from shoal.replica.flat_params import FlatLayout
-from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
+from shoal.replica.ordered_sum import add_leaf, tree_sum
+from shoal.schedules.addition_tree import Node, full_subtrees, runs_of
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp, Single
 from shoal.sync import CHANGING_SCALE, CountedSync, Replica, Sync, SyncPlan, runs, under
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.transport.transport import Work
 
 
@@ -147,40 +145,13 @@ class DdpPlan(SyncPlan[Ddp]):
     def why_not_scaled(self, replicas: int) -> str | None:
         return CHANGING_SCALE if self.term.compress else super().why_not_scaled(replicas)
 
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        plain = super().memory(sizes, rank, replicas)
-        if sizes.exact_microbatches is not None:
-            return exact_memory(plain, sizes, rank, replicas, self.bucket_bytes)
-        buckets = ddp_buckets(sizes.flat, self.bucket_bytes)
-        if self.term.compress is not None:
-            from shoal.sync.compressed_sum import compressed_memory
-
-            bodies = [without_header(sizes.flat, bucket) for bucket in buckets]
-            compressed = compressed_memory(self.term.compress, sizes, bodies, rank, replicas)
-            gradients = sizes.bucketed_gradients(buckets)
-            copies = sizes.gap_index
-            return replace(plain, gradients=gradients, copies=copies, **compressed._asdict())
-        if self._may_share:
-            from shoal.sync.shared_host import shared_memory
-
-            wanted, place = self.term.shared_weights, (rank, replicas)
-            if (shared := shared_memory(plain, sizes, wanted, place, buckets)) is not None:
-                return shared
-        return replace(plain, gradients=sizes.bucketed_gradients(buckets, LARGE_BYTES))
-
-    @property
-    def _may_share(self) -> bool:
-        """An algorithm that is named is one of an all-reduce."""
-        shares, named = self.term.shared_weights, self.term.algorithm != "auto"
-        return not self.term.elastic and shares is not False and bool(shares or not named)
-
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:
             return ExactReduce(replica, replica.exact_microbatches, self.bucket_bytes)
         buckets = ddp_buckets(replica.flat, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, buckets, self.term.compress)
-        if self._may_share:
+        if self.term.may_share_weights:
             from shoal.sync.shared_weights import build_shared
 
             if (shared := build_shared(replica, buckets, self.term.shared_weights)) is not None:
@@ -243,18 +214,6 @@ class ExactReduce(Sync):
         return tree_sum(self.root, known)
 
 
-def exact_memory(
-    memory: SyncMemory,
-    sizes: ModelSizes,
-    rank: int,
-    replicas: int,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> SyncMemory:
-    """With a gradient buffer and the partial sums of `ExactReduce`."""
-    gradients = sizes.bucketed_gradients(sizes.flat.buckets(bucket_bytes))
-    return replace(memory, gradients=gradients, copies=sizes.exact_sums(rank, replicas))
-
-
 class LocalSync(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
 
@@ -265,11 +224,6 @@ class LocalSync(Sync):
 @runs(Single)
 class SinglePlan(SyncPlan[Single]):
     can_be_exact = True
-
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        if sizes.exact_microbatches is not None:
-            return exact_memory(super().memory(sizes, rank, replicas), sizes, rank, replicas)
-        return super().memory(sizes, rank, replicas)
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:

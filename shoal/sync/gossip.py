@@ -18,7 +18,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,11 +36,9 @@ from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms import Gossip
 from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs
 from shoal.sync.ddp import LocalSync
-from shoal.sync.gossip_async import AsyncGossip, async_memory
+from shoal.sync.gossip_async import AsyncGossip
 from shoal.sync.lasting import comes_back
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import averaged, mean_state
-from shoal.sync.shared_host import shared_memory, shares_host
 from shoal.sync.shared_weights import build_shared
 from shoal.sync.weight_slots import WeightSlots
 from shoal.transport.transport import Work
@@ -285,28 +282,6 @@ class ElasticMixWeights(MixWeights):
 
 @runs(Gossip)
 class GossipPlan(SyncPlan[Gossip]):
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        plain = super().memory(sizes, rank, replicas)
-        if replicas == 1:
-            return plain
-        if self.term.mode == "async":
-            return async_memory(plain, sizes)
-        mixing = mixing_for(self.term.graph, replicas)
-        copies = int(mixing.buffer_bytes(rank, sizes.flat.size, sizes.width))
-        if self.term.elastic and not self.term.lockstep:  # what a loss returns to
-            return replace(plain, copies=copies + sizes.buffer + plain.optimizer)
-        lasting = not self.term.elastic
-        wanted = self.term.shared_weights
-        if not mixing.is_uniform:
-            if lasting and shares_host(sizes, wanted):
-                return replace(plain, shared=sizes.buffer)
-            return replace(plain, copies=copies)
-        buckets = sizes.flat.buckets(DEFAULT_BUCKET_BYTES)
-        if lasting and (shared := shared_memory(plain, sizes, wanted, (rank, replicas), buckets)):
-            return shared
-        gradients = sizes.bucketed_gradients([slice(0, sizes.flat.size)])
-        return replace(plain, copies=copies, gradients=gradients)
-
     def build(self, replica: Replica) -> Sync:
         """Read the graph, say what is to be expected of it, and choose how to mix."""
         graph = self.term.graph

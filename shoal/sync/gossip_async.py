@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +20,6 @@ from shoal.runtime.trace import MIX
 from shoal.schedules.mixing import Mixing
 from shoal.sync import Comeback, Replica
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
 from shoal.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 
@@ -214,10 +212,3 @@ class Page:
         page = torch.zeros(aligned_bytes(t.nbytes for t in tensors), dtype=torch.uint8)
         self.bytes: Bytes = page.numpy()
         self.views = views_in(page, tensors)
-
-
-def async_memory(memory: SyncMemory, sizes: ModelSizes) -> SyncMemory:
-    """With a copy of what is laid out, the sum over neighbours, and the page that they read."""
-    # on several hosts it is less: three copies of the weights
-    laid_out = aligned_bytes([sizes.buffer, *sizes.statistics])
-    return replace(memory, copies=laid_out + sizes.buffer, shared=page_bytes(laid_out))

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -27,8 +26,7 @@ from shoal.comm.group import Op
 from shoal.runtime.trace import MIX
 from shoal.strategy.sync_terms import Localsgd
 from shoal.sync import CountedSync, Replica, Sync, SyncPlan, compressed_sum, runs, under
-from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.outer_optimizer import Outer, outer_state_bytes
+from shoal.sync.outer_optimizer import Outer
 from shoal.sync.replica_mean import kept, mean_state
 
 
@@ -290,32 +288,5 @@ def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
 
 @runs(Localsgd)
 class LocalSgdPlan(SyncPlan[Localsgd]):
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        """With the anchor and the outer optimizer's state.
-
-        When replicas agree, the difference takes the place of the gradients, which are freed. An
-        average under way is there beside them, with the weights that were sent.
-        """
-        term = self.term
-        plain = super().memory(sizes, rank, replicas)
-        slices = [at for at in sizes.flat.shards(term.fragments) if at.start < at.stop]
-        outer = outer_state_bytes(term.outer, sizes.buffer, len(slices)) if term.outer else 0
-        copies = sizes.buffer + outer + sizes.gap_index
-        if term.elastic:  # what a loss returns to (train/rollback.py)
-            copies += sizes.buffer + plain.optimizer
-        together = [
-            [slices[(first + i) % len(slices)] for i in range(min(term.most_sent, len(slices)))]
-            for first in range(len(slices))
-        ]
-        tensors = 2 if term.overlap else 1 if term.compress else 0
-        in_flight = [tensors * sizes.width * sum(at.stop - at.start for at in s) for s in together]
-        residuals = 0
-        if term.compress is not None:
-            compressed = partial(compressed_sum.compressed_memory, term.compress, sizes)
-            residuals = compressed(slices, rank, replicas).residuals
-            packed = [compressed(some, rank, replicas).in_flight for some in together]
-            in_flight = [a + b for a, b in zip(in_flight, packed, strict=True)]
-        return replace(plain, copies=copies, residuals=residuals, in_flight=max(in_flight))
-
     def build(self, replica: Replica) -> Sync:
         return LocalSgdSync(replica, self.term)

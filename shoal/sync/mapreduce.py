@@ -10,20 +10,16 @@ weights of a large model reduce and update a slice each (`shared_weights.py`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
+from shoal.schedules.steps.sums import MASTER
 from shoal.strategy.sync_terms import Mapreduce
 from shoal.sync import Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import DdpSync, LocalSync
-from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.shared_host import shared_memory
 from shoal.sync.shared_weights import build_shared
-
-MASTER = 0
 
 
 class MapReduceSync(DdpSync):
@@ -67,19 +63,6 @@ class MapReducePlan(SyncPlan[Mapreduce]):
         if replicas > 1:
             return "the master alone knows the scale of the next step"
         return super().why_not_scaled(replicas)
-
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        """The master alone has an optimizer's state."""
-        plain = super().memory(sizes, rank, replicas)
-        if replicas == 1:
-            return plain
-        buckets = sizes.flat.buckets(DEFAULT_BUCKET_BYTES)
-        wanted, place = self.term.shared_weights, (rank, replicas)
-        if (shared := shared_memory(plain, sizes, wanted, place, buckets)) is not None:
-            return shared
-        state = sizes.state if rank == MASTER else sizes.first_state
-        gradients = sizes.bucketed_gradients(buckets)
-        return replace(plain, gradients=gradients, optimizer=sum(state.values()))
 
     def build(self, replica: Replica) -> Sync:
         if replica.group.size == 1:

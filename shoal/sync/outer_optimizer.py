@@ -92,11 +92,3 @@ class Outer:
                 else:  # Adam's steps
                     value = torch.full_like(tensor, steps, device="cpu")
                 self.optimizer.state[p][key] = value
-
-
-def outer_state_bytes(text: str, buffer_bytes: int, slices: int) -> int:
-    """What the state of an outer optimizer takes after its first step."""
-    name, settings = outer_settings(text)
-    if name == "adam":
-        return 2 * buffer_bytes + slices * torch.float32.itemsize  # moments, and numbers of steps
-    return buffer_bytes if settings["momentum"] else 0

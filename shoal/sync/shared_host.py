@@ -6,11 +6,10 @@ them updates the same slice, whose gradients they add up.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,9 +20,8 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.optimizers import LooksAt, has_hooks, looks_at
 from shoal.replica.peer_sum import PeerSum, readable_peers
-from shoal.schedules.buffer_layout import LARGE_BYTES, SHARED_BYTES, BufferLayout
+from shoal.schedules.buffer_layout import LARGE_BYTES, SHARED_BYTES
 from shoal.sync import Replica
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import make_optimizer
 from shoal.transport.shm import memfd
 
@@ -132,13 +130,6 @@ class HostMemory:
         return None
 
 
-def slices_of(layout: BufferLayout, ranks: int) -> list[slice]:
-    """Equal ones, wherever a parameter ends."""
-    each = -(-(layout.size - layout.offset) // (ranks * _ALIGN)) * _ALIGN
-    starts = [min(layout.offset + r * each, layout.size) for r in range(ranks + 1)]
-    return [slice(*pair) for pair in itertools.pairwise(starts)]
-
-
 def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -175,39 +166,3 @@ def share(
     if whole is not update.optimizer:
         update.take_shard(flat.named, [], whole)
     return host, memory
-
-
-def shares_host(sizes: ModelSizes, wanted: bool | None) -> bool:
-    """What `pays` will say of several workers, as far as known before they run."""
-    return wanted or (wanted is None and sizes.on_cpu and sizes.buffer >= SHARED_BYTES)
-
-
-def shared_memory(
-    memory: SyncMemory,
-    sizes: ModelSizes,
-    wanted: bool | None,
-    place: tuple[int, int],
-    buckets: list[slice],
-) -> SyncMemory | None:
-    """Of a worker that shares weights: its slice of them counts; None: it does not.
-
-    `place` is its rank, and the number of replicas.
-    """
-    layout, (rank, replicas) = sizes.flat, place
-    is_plain = sizes.takes_slices and sizes.exact_microbatches is None and layout.header_fits
-    if replicas == 1 or not is_plain or not shares_host(sizes, wanted):
-        return None
-    own = slices_of(layout, replicas)[rank]
-    length = own.stop - own.start
-    shares = {
-        p.name: max(0, min(p.stop, own.stop) - max(p.start, own.start)) / (p.stop - p.start)
-        for p in layout.ranges
-    }
-    return replace(
-        memory,
-        parameters=length * sizes.width + sizes.untrained,
-        gradients=sizes.bucketed_gradients(buckets, LARGE_BYTES),
-        optimizer=round(sum(sizes.state[name] * share for name, share in shares.items())),
-        copies=layout.header_size * sizes.width,
-        shared=length * sizes.width,
-    )

@@ -40,7 +40,7 @@ from shoal.runtime.memory_limit import cores
 from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.replica_mean import averaged
-from shoal.sync.shared_host import HostGroup, HostMemory, share, slices_of
+from shoal.sync.shared_host import HostGroup, HostMemory, share
 
 _PATIENCE_NS = 20_000_000  # of a worker that has nothing to compute, on cores of its own
 
@@ -107,7 +107,7 @@ class SharedWeights(Sync):
             self._weights.copy_(flat.data)
         self.group.barrier().wait()
         flat.move_to(flat.numbers_in(shared.pages.memory))
-        self._slice = slices_of(flat, self.group.size)[self.group.rank]
+        self._slice = flat.equal_slices(self.group.size)[self.group.rank]
         self._sum = self._sums[self._slice]
         self._head = torch.zeros(flat.header_size, dtype=flat.dtype)
         self._pieces = list(_pieces_of(flat, self._weights, self._slice))

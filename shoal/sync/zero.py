@@ -38,12 +38,10 @@ from shoal.schedules import buffer_layout
 from shoal.schedules.buffer_layout import held_shards
 from shoal.strategy.sync_terms import Zero
 from shoal.sync import CountedSync, Ownership, Replica, Sync, SyncPlan, runs
-from shoal.sync.ddp import ExactReduce, ddp_buckets, exact_memory
+from shoal.sync.ddp import ExactReduce, ddp_buckets
 from shoal.sync.host_state import HostState
-from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.sync.optimizer_step import GradNorm
-from shoal.sync.shared_host import shared_memory
 from shoal.sync.shared_weights import build_shared
 from shoal.transport.transport import Work
 
@@ -381,7 +379,7 @@ class ZeroPlan(SyncPlan[Zero]):
     can_be_exact = True
 
     def shards_parameters(self, replicas: int) -> bool:
-        return self.term.stage == 3 and (replicas > 1 or self.term.elastic or self.term.offload)
+        return self.term.shards_parameters(replicas)
 
     def materialize(
         self, model: nn.Module, dp: Group, device: torch.device, is_split: bool = False
@@ -423,39 +421,8 @@ class ZeroPlan(SyncPlan[Zero]):
         counted = [p for _, p in owned_params(flat, dp)] if self.term.elastic else None
         return Ownership(named, GradNorm(partial(sum_over_shards, flat, dp), counted=counted))
 
-    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        plain = super().memory(sizes, rank, replicas)
-        if sizes.exact_microbatches is not None:
-            plain = exact_memory(plain, sizes, rank, replicas)
-        else:
-            buckets = ddp_buckets(sizes.flat, buffer_layout.DEFAULT_BUCKET_BYTES)
-            wanted, place = self.term.shared_weights, (rank, replicas)
-            shared = shared_memory(plain, sizes, wanted, place, buckets)
-            if self._may_share and shared is not None:
-                return shared
-            shards = (rank, replicas, self.term.shard_copies)
-            gradients = sizes.flat.zero_gradients(
-                self.term.stage, shards, sizes.accumulates, sizes.is_stage
-            )
-            plain = replace(plain, gradients=int(gradients) * sizes.width)
-        held = HeldShards(sizes.flat, rank, replicas, self.term.shard_copies)
-        names = [sizes.flat.named[i][0] for i in held.params]
-        plain = replace(plain, optimizer=sum(sizes.state[name] for name in names))
-        if not self.shards_parameters(replicas):
-            return plain
-        parameters = held.size * sizes.width + sizes.untrained
-        index = {name: i for i, (name, _) in enumerate(sizes.flat.named)}
-        units = [[index[name] for name in unit] for unit in sizes.units]
-        cast = {index[name] for name in sizes.products} if sizes.is_cast else set()
-        gathered = sizes.flat.gathered_bytes(units, held.owners, set(held.params), cast)
-        return replace(plain, parameters=parameters, gathered=gathered)
-
-    @property
-    def _may_share(self) -> bool:
-        return self.term.stage < 3 and not self.term.elastic and not self.term.offload
-
     def build(self, replica: Replica) -> Sync:
-        if self._may_share and replica.exact_microbatches is None:
+        if self.term.may_share_weights and replica.exact_microbatches is None:
             buckets = ddp_buckets(replica.flat, buffer_layout.DEFAULT_BUCKET_BYTES)
             shared = build_shared(replica, buckets, self.term.shared_weights)
             if shared is not None:

@@ -1,4 +1,4 @@
-"""What a plan says of its memory is what a worker holds, for every strategy and compression."""
+"""What a strategy says of its step is what a worker holds and what its group counts as sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from shoal.observe.workload_trace import study_workload
 from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.search import SearchOptions, search
 from shoal.runtime.config import MemoryEstimateConfig, WorkloadTraceConfig
+from shoal.schedules.steps.catalog import step_of
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
@@ -47,6 +48,7 @@ SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)
 COMPRESSED = ("fp16", "bf16", "int8", "int4", "topk(0.1)", "powersgd(rank=2)", "onebit")
 HEADER = 256  # bytes of loss and flags, which some syncs copy
+REQUESTS = 1000  # bytes of them and of their answers, besides the numbers
 STEPS = 8  # as many as localsgd(every=8) needs to agree
 BATCH = 24  # rows
 
@@ -66,29 +68,43 @@ def tied() -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), last)
 
 
+class Taken(NamedTuple):
+    memory: WorkerMemory
+    sent: float | None  # bytes in a step; None: its sync counts none
+
+
 def measured(
     world: World, size: int, text: str, make: Callable[[], nn.Module], **options: Any
-) -> list[WorkerMemory]:
+) -> list[Taken]:
     models = [make() for _ in range(size)]
     data = samples(STEPS * BATCH, (1, 4, 4) if make is convnet else (40,))
 
-    def body(group: Group) -> WorkerMemory:
+    def body(group: Group) -> Taken:
         job = Job(parse(text), group, device=CPU, seed=1)
         step = job.step(models[group.rank], F.cross_entropy, **options)
         probe = ModelProbe(step)
+        counts = []
         for batch in job.batches(data, BATCH):
             step(batch)
             probe.look()
+            counts.append(step.sync.report().get("bytes_sent"))
         job.close()
-        return probe.memory()
+        half = STEPS // 2  # the first steps also hand out the weights
+        sent = None if counts[-1] is None else (counts[-1] - counts[half - 1]) / half
+        return Taken(probe.memory(), sent)
 
-    found: list[WorkerMemory] = world(size, body)
+    found: list[Taken] = world(size, body)
     return found
+
+
+class Said(NamedTuple):
+    memory: list[WorkerMemory]
+    sent: float  # bytes in a step, the mean over workers
 
 
 def estimated(
     size: int, text: str, make: Callable[[], nn.Module], optimizer: Any, **sizes: Any
-) -> list[WorkerMemory]:
+) -> Said:
     strategy = parse(text)
     model = make()
     split = split_model(model, strategy.pp)
@@ -99,8 +115,13 @@ def estimated(
     rows = BATCH // microbatches // (1 if is_turn else replicas)
     micro = (batch_of(make)[:rows], torch.zeros(rows, dtype=torch.int64))
     virtual = activation_bytes(model, F.cross_entropy, micro, "fp32", split)
-    stages = [replace(one, **sizes) for one in stage_sizes(model, optimizer, split)]
-    return memory_of(strategy, size, stages, stage_activations(virtual, strategy.pp, microbatches))
+    given = {"microbatches": microbatches, **sizes}
+    stages = [replace(one, **given) for one in stage_sizes(model, optimizer, split)]
+    activations = stage_activations(virtual, strategy.pp, microbatches)
+    term = strategy.sync_for(replicas)
+    steps = [step_of(term, stages[0], replicas, rank) for rank in range(replicas)]
+    sent = sum(step.sent_bytes(replicas) for step in steps) / replicas
+    return Said(memory_of(strategy, size, stages, activations), sent)
 
 
 def batch_of(make: Callable[[], nn.Module]) -> Tensor:
@@ -118,19 +139,23 @@ def compare(
 ) -> None:
     found = measured(world, size, text, make, optimizer=optimizer, **(options or {}))
     expected = estimated(size, text, make, optimizer, **sizes)
-    for estimate, measurement in zip(expected, found, strict=True):
-        for column, value in asdict(measurement).items():
+    for estimate, taken in zip(expected.memory, found, strict=True):
+        for column, value in asdict(taken.memory).items():
             assert getattr(estimate, column) == pytest.approx(value, abs=HEADER), column
+    sent = [taken.sent for taken in found if taken.sent is not None]
+    if sent and not parse(text).splits:
+        frames = REQUESTS if parse(text).sync_for(size).has_servers else HEADER
+        assert expected.sent == pytest.approx(sum(sent) / size, rel=0.02, abs=frames)
 
 
 def test_weights_gathered_in_the_dtype_of_autocast(world: World) -> None:
     found = measured(world, 2, "zero(3)", perceptron, optimizer=ADAMW, precision="bf16")
     expected = estimated(2, "zero(3)", perceptron, ADAMW, is_cast=True)
     whole = estimated(2, "zero(3)", perceptron, ADAMW)
-    for rank, held in enumerate(found):
-        assert held.gathered == expected[rank].gathered
-        assert held.parameters == expected[rank].parameters
-        assert held.gathered != whole[rank].gathered
+    for rank, taken in enumerate(found):
+        assert taken.memory.gathered == expected.memory[rank].gathered
+        assert taken.memory.parameters == expected.memory[rank].parameters
+        assert taken.memory.gathered != whole.memory[rank].gathered
 
 
 SINGLE_AND_SUMS = ["single", "ddp", "ddp(bucket_mb=0.01)", 'mapreduce(batch="mini")']
@@ -165,7 +190,7 @@ PS = [
 @pytest.mark.product(most=6)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("text", [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD, *SHARED])
-def test_strategies_hold_what_their_plan_says(world: World, text: str, size: int) -> None:
+def test_strategies_hold_and_send_what_their_step_says(world: World, text: str, size: int) -> None:
     compare(world, 1 if text == "single" else size, text)
 
 
@@ -190,7 +215,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("size", "text", "given"), few_or_all(CASES[::2], CASES))
-def test_workers_hold_what_their_plan_says(
+def test_workers_hold_and_send_what_their_step_says(
     world: World, size: int, text: str, given: dict[str, Any]
 ) -> None:
     compare(world, size, text, **given)
@@ -212,7 +237,7 @@ def test_workers_hold_what_their_plan_says(
         "ps(placement='rank0', quorum=0.75, compress='{}')",
     ],
 )
-def test_compression_holds_what_its_plan_says(world: World, text: str, compress: str) -> None:
+def test_compression_holds_and_sends_what_it_says(world: World, text: str, compress: str) -> None:
     compare(world, 3, text.format(compress))
 
 
@@ -238,10 +263,10 @@ def test_stages_keep_activations_of_the_microbatches_under_way(world: World) -> 
     """1F1B on two stages: the first keeps two micro-batches, the second one."""
     found = measured(world, 2, 'pp(2, microbatches=4, cuts=["2"])', perceptron, optimizer=SGD)
     rows = BATCH // 4
-    assert found[0].activations == 2 * rows * (40 + 72) * 4  # inputs and outputs of ReLU
+    assert found[0].memory.activations == 2 * rows * (40 + 72) * 4  # inputs and outputs of ReLU
     received = rows * 72 * 4
     loss = rows * 10 * 4 + rows * 8 + 4  # log-probabilities, targets, their weight
-    assert found[1].activations == received + rows * 33 * 4 + loss
+    assert found[1].memory.activations == received + rows * 33 * 4 + loss
 
 
 # a new term is compared from its definition on; servers are above, with those inside workers
@@ -256,7 +281,7 @@ DEFAULTS = [
 
 @pytest.mark.whole
 @pytest.mark.parametrize("text", DEFAULTS)
-def test_what_is_compared_by_default_holds_what_its_plan_says(world: World, text: str) -> None:
+def test_what_is_compared_by_default_holds_and_sends_what_it_says(world: World, text: str) -> None:
     compare(world, 4, text)
 
 
@@ -271,7 +296,7 @@ def test_models_and_their_optimizers_are_counted() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (sizes,) = loop_sizes([model, target], [optimizer])
     trained = sum(p.nbytes for p in model.parameters())
-    assert sum(sizes.state.values()) == trained
+    assert sizes.whole_state == trained
     assert other_bytes([model, target], [sizes]) == 4 * (16 + 4)
 
 

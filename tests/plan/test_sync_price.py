@@ -19,10 +19,10 @@ from shoal.plan.predict import PlanSettings, Predictor, price_of
 from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import Network, RankGroup, collective_time, group_places, hops
 from shoal.plan.sync_price import SyncPrice, SyncQuestion
-from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.workloads import Precision
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.schedules.collectives import Collective
+from shoal.schedules.steps.tensor_layout import TensorLayout
 from shoal.strategy.strategy import parse
 
 FP32 = Precision("fp32", 4, 4, 0, 8)
@@ -181,7 +181,7 @@ def measured_host(ranks: int, meet_s: float) -> Cluster:
 
 
 def test_zero_on_a_host_reduces_and_broadcasts_shard_by_shard() -> None:
-    tensors = TensorSizes(((1000, 1000),) * 4)
+    tensors = TensorLayout(((1000, 1000),) * 4)
     found = cost("zero(1)", ask(measured_host(8, 0.0), 8, 4e6, tensors=tensors))
     copies_s = 2 * 16e6 / GPU.memory_bytes_per_s
     assert part(found, "gradients") == pytest.approx(4 * 3e-3 + 1e-3 + copies_s)  # and the header
@@ -196,7 +196,7 @@ def test_backward_under_zero_2_stops_where_two_large_buckets_wait(
     strategy: str, tensor: int, meetings: int
 ) -> None:
     """All ranks meet after backward; with four buckets of 4 MB also before the last two."""
-    tensors = TensorSizes(((tensor, tensor),) * 4)
+    tensors = TensorLayout(((tensor, tensor),) * 4)
     idle, busy = (
         cost(strategy, ask(measured_host(8, meet_s), 8, 4 * tensor**2, tensors=tensors))
         for meet_s in (0.0, 1e-4)

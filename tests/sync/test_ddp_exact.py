@@ -15,7 +15,8 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import full_subtrees, runs_of, tree_sum
+from shoal.replica.ordered_sum import tree_sum
+from shoal.schedules.addition_tree import full_subtrees, runs_of
 from shoal.strategy.sync_terms import Ddp
 from shoal.sync import Replica, plan_for
 from shoal.sync.ddp import ExactReduce

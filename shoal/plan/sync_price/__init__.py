@@ -13,19 +13,20 @@ from shoal.cluster.hardware import UPDATE_KERNELS, Device
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.step.stragglers import expected_max, quantile_of_max
-from shoal.plan.sync_price.flat_sizes import Buckets, EvenSizes, FlatSizes, TensorSizes
 from shoal.plan.workloads import Precision, StoredRows
-from shoal.schedules.buffer_layout import (
-    DEFAULT_BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
-    LARGE_BYTES,
-    SHARED_BYTES,
-)
+from shoal.schedules.steps.catalog import step_of
+from shoal.schedules.steps.step import StepSchedule, What
+from shoal.schedules.steps.tensor_layout import Buckets, EvenLayout, Layout, TensorLayout
+from shoal.schedules.steps.worker_model import WorkerModel
+from shoal.strategy.base import SyncTerm
 
 ROW_PASSES = 6  # of a row and its state, which are read and written, and of its gradient
 _ID_BYTES = 8  # of a row that is asked for
+_MOST_RANKS = 64  # whose steps are looked at
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
 NO_PART = Part("", 0.0, "")
+NO_MEMORY = DeviceMemory()
+_SHOWN = (What.PARAMETERS, What.GRADIENTS, What.OPTIMIZER)
 Made = TypeVar("Made")
 Timer = Callable[[float], CollectiveTime]  # of so many bytes
 Zero3 = Literal["shoal", "deepspeed"]  # whose zero(3): how it gathers
@@ -53,7 +54,7 @@ class SyncQuestion:
     backward_s: float  # of the last micro-batch, during which gradients can be sent
     microbatches: int
     workers: int
-    tensors: TensorSizes | None = None  # exact sizes, where the model is known
+    tensors: TensorLayout | None = None  # exact sizes, where the model is known
     layer_parameters: float = 0.0  # numbers of the largest layer on the device
     untrained_bytes: float = 0.0  # buffers and frozen parameters
     is_stage: bool = False  # of a pipeline: gradients are added up at the parameters
@@ -113,22 +114,17 @@ class SyncQuestion:
         return self.parameters * self.state_width
 
     @cached_property
-    def sizes(self) -> FlatSizes:
+    def sizes(self) -> Layout:
         if self.tensors is not None:
             return self.tensors
         pair = self.adjacent_parameters or 2 * self.layer_parameters
         layer = self.layer_parameters
-        return EvenSizes(self.parameters, self.width, layer, pair, self.largest_tensor)
+        return EvenLayout(self.parameters, self.width, layer, pair, self.largest_tensor)
 
     @property
     def body(self) -> float:
         """Elements of the flat buffer behind its header."""
         return self.sizes.size - self.sizes.offset
-
-    @property
-    def gaps(self) -> float:
-        """Of these, what is between tensors."""
-        return self.sizes.size - self.sizes.offset - self.sizes.trained
 
     @property
     def buffer_bytes(self) -> float:
@@ -186,12 +182,10 @@ class SyncQuestion:
         """What CPU workers that compute between calls wait for each other in them."""
         return calls * self.device.meet_s if self.on_cores else 0.0
 
-    def waiting_price(
-        self, memory: DeviceMemory, *parts: Part, share: float = 1.0, **more: Any
-    ) -> SyncPrice:
+    def waiting_price(self, *parts: Part, share: float = 1.0, **more: Any) -> SyncPrice:
         """Of workers that all wait for the slowest; `share` of the update is done by each."""
         parts = some(*parts, self.waiting_part(), self.update_part(share))
-        return SyncPrice(parts, memory, spread_s=self.synchronous_spread(), **more)
+        return SyncPrice(parts, spread_s=self.synchronous_spread(), **more)
 
     def update_part(self, share: float = 1.0) -> Part:
         """The optimizer reads gradients and state and writes state and parameters."""
@@ -237,53 +231,50 @@ class SyncQuestion:
         high = quantile_of_max(noise, self.workers, 1 - _LOW_SHARE)
         return max(0.0, mean - low) * self.compute_s, max(0.0, high - mean) * self.compute_s
 
-    def plain_memory(self) -> DeviceMemory:
-        """The full model, its gradients where backward put them, and the optimizer's state."""
-        sizes = self.sizes
-        return DeviceMemory(
-            parameters=sizes.size * self.precision.parameter_bytes + self.untrained_bytes,
-            gradients=sizes.trained * self.width,
-            optimizer=sizes.trained * self.state_width,
+    @cached_property
+    def model(self) -> WorkerModel:
+        """What the worker trains whose memory decides."""
+        return WorkerModel(
+            self.sizes,
+            state=[size * self.state_width for size in self.sizes.sizes],
+            parameter_bytes=self.precision.parameter_bytes,
+            untrained=self.untrained_bytes,
+            microbatches=self.microbatches,
+            accumulates=self.accumulates,
+            is_cast=True,  # where the layout says of what
+            is_stage=self.is_stage,
+            on_one_host=self.on_one_host,
+            on_cpu=self.on_cores and self.on_one_host,
         )
 
-    def shared_memory(self, term: Any) -> DeviceMemory | None:
-        """Of a worker on a host's cores that shares its weights; its slice of them counts."""
-        if self.replicas == 1 or term.is_elastic or not self.shares_host(term.shared_weights):
-            return None
-        sizes, n = self.sizes, self.replicas
-        weights = sizes.size * self.precision.parameter_bytes
+    def steps(self, term: SyncTerm) -> list[StepSchedule]:
+        """Of all replicas that differ: of many the first ones stand for the others."""
+        differ: Any = term.mixing_graph
+        if self.tensors is not None:  # a worker each that holds other tensors
+            differ = differ or term.shards_state or getattr(term, "placement", "") == "workers"
+        ranks = range(min(self.replicas, _MOST_RANKS) if differ else 1)
+        return self.once(_steps, term, len(ranks), self.microbatches, self.workers)
+
+    def memory(self, term: SyncTerm) -> DeviceMemory:
+        """Of the fullest replica, without activations."""
+        return max((self._memory_of(step) for step in self.steps(term)), key=lambda one: one.total)
+
+    def _memory_of(self, step: StepSchedule) -> DeviceMemory:
+        shown = {what: step.bytes_of(what) for what in _SHOWN}
         return DeviceMemory(
-            parameters=weights / n + self.untrained_bytes,
-            gradients=self.bucketed_gradients(
-                DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
-            ),
-            optimizer=sizes.trained * self.state_width / n,
-            buffers=self.body * self.width / n,
+            **{what.value: num_bytes for what, num_bytes in shown.items()},
+            buffers=sum(held.num_bytes for held in step.held) - sum(shown.values()),
+            servers=max(step.servers, default=0.0) * self.each,
         )
 
-    def shares_host(self, wanted: bool | None) -> bool:
-        """Whether workers see each other's memory, and use it; `wanted` is the strategy's word."""
-        is_large = self.buffer_bytes >= SHARED_BYTES
-        return self.on_cores and self.on_one_host and (is_large if wanted is None else wanted)
-
-    def rollback_bytes(self) -> float:
-        """Weights and optimizer state that replicas of an elastic run return to after a loss."""
-        weights = self.sizes.size * self.precision.parameter_bytes
-        return weights + self.sizes.trained * self.state_width
+    def sent_bytes(self, term: SyncTerm) -> float:
+        """By a worker in a step, the mean."""
+        steps = self.steps(term)
+        return sum(step.sent_bytes(self.replicas) for step in steps) / len(steps)
 
     def rollback_part(self, every: int) -> Part:
         """They are copied after every so many steps."""
-        return Part("copies", self.device.pass_s(2 * self.rollback_bytes()) / every, "memory")
-
-    def bucketed_gradients(
-        self,
-        bucket_bytes: float,
-        first_bytes: float | None = None,
-        in_place_bytes: float = math.inf,
-    ) -> float:
-        """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
-        adds_up = self.accumulates or self.is_stage
-        return self.width * self.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
+        return Part("copies", self.device.pass_s(2 * self.model.rollback) / every, "memory")
 
     def once(self, make: Callable[..., Made], *asked: Any) -> Made:
         """What is the same however long a replica computes, and in how many micro-batches."""
@@ -345,10 +336,14 @@ class SyncPrice:
     """`parts` lengthen the step. Workers that do not wait have a rate of their own."""
 
     parts: tuple[Part, ...]
-    memory: DeviceMemory  # without activations
     convergence: str = ""
+    memory: DeviceMemory = NO_MEMORY  # without activations
     sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
     spread_s: tuple[float, float] = (0.0, 0.0)  # noise: how far steps lie below and above
+
+
+def _steps(question: SyncQuestion, term: SyncTerm, ranks: int, *unused: int) -> list[StepSchedule]:
+    return [step_of(term, question.model, question.replicas, rank) for rank in range(ranks)]
 
 
 def update_s(

@@ -8,11 +8,10 @@ Workers wait for each other once a round, so that part of their noise cancels ou
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import CollectiveTime, hops
 from shoal.plan.sync_price import (
     NO_PART,
@@ -22,11 +21,10 @@ from shoal.plan.sync_price import (
     SyncQuestion,
     some,
 )
-from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
-from shoal.plan.sync_price.flat_sizes import Buckets
-from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
+from shoal.plan.sync_price.compressed import compressed_time
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shoal.schedules.collectives.cost import Link, predicted_s
-from shoal.strategy.options import outer_settings
+from shoal.schedules.steps.tensor_layout import Buckets
 
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
 _PASSES_TO_PULL = 2  # of rows that are copied
@@ -34,22 +32,19 @@ _PASSES = 9  # of localsgd: difference (3), division (2), step from the agreemen
 
 
 def single(term: Any, question: SyncQuestion) -> SyncPrice:
-    memory = question.plain_memory()
     if not question.row_tables:
-        return question.waiting_price(memory)
+        return question.waiting_price()
     pulled, pushed = question.row_traffic
     bus = question.node.memory_bytes_per_s or question.device.memory_bytes_per_s
     moved = _PASSES_TO_PULL * pulled + ROW_PASSES * pushed
-    held = memory._replace(parameters=memory.parameters + question.row_bytes)
-    return question.waiting_price(held, Part("rows", moved / bus, "memory of the host"))
+    return question.waiting_price(Part("rows", moved / bus, "memory of the host"))
 
 
 def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
-    memory = question.once(_ddp_memory, term)
     if question.replicas == 1:
-        return question.waiting_price(memory)
-    gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
-    return question.waiting_price(memory, gradients, sent_bytes=sent)
+        return question.waiting_price()
+    gradients = _compressed(term, question) if term.compress else _exact(term, question)
+    return question.waiting_price(gradients)
 
 
 def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
@@ -57,24 +52,18 @@ def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
     return question.sizes.filled(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
 
 
-def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
+def _exact(term: Any, question: SyncQuestion) -> Part:
     if question.idle_share:
         seconds, bound = question.exposed_buckets(question.once(_bucket_times, term))
     else:  # without an idle core calls follow backward, one after the other
         timer = partial(_all_reduce, question, term.collective_algorithm)
         seconds, bound = question.buckets_in_turn(_buckets(term, question), timer)
-    return Part("gradients", seconds, bound), _ring_bytes(question, question.buffer_bytes)
+    return Part("gradients", seconds, bound)
 
 
 def _bucket_times(question: SyncQuestion, term: Any) -> BucketTimes:
     timer = partial(_all_reduce, question, term.collective_algorithm)
     return question.bucket_times(_buckets(term, question), timer)
-
-
-def _ring_bytes(question: SyncQuestion, num_bytes: float) -> float:
-    """What a worker sends in an all-reduce."""
-    p = question.replicas
-    return 2 * (p - 1) / p * num_bytes
 
 
 def _all_reduce(question: SyncQuestion, algorithm: str | None, num_bytes: float) -> CollectiveTime:
@@ -89,55 +78,33 @@ def _all_reduce(question: SyncQuestion, algorithm: str | None, num_bytes: float)
     return CollectiveTime(seconds, narrow.words)
 
 
-def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
+def _compressed(term: Any, question: SyncQuestion) -> Part:
     """Buckets are packed and on their way while backward runs; sums follow when it has ended."""
-    took = compressed_time(question, term.compress, question.body)
+    took = compressed_time(question, term.compress, question.model.body)
     hidden = min(question.hidden_s, took.links_s / 2)
     seconds = took.links_s - hidden + took.packing_s
-    header = _ring_bytes(question, question.sizes.offset * question.width)
-    return Part("gradients", seconds, took.bound), took.sent_bytes + header
-
-
-def _ddp_memory(question: SyncQuestion, term: Any) -> DeviceMemory:
-    bucket_bytes = term.bucket_mb * (1 << 20)
-    first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
-    plain = question.plain_memory()
-    if term.compress is None:
-        is_named = term.algorithm != "auto" and not term.shared_weights
-        if not is_named and (shared := question.shared_memory(term)) is not None:
-            return shared
-        held = question.bucketed_gradients(bucket_bytes, first_bytes, LARGE_BYTES)
-        return plain._replace(gradients=held)
-    extra = compressed_memory(question, term.compress, _buckets(term, question))
-    return plain._replace(
-        gradients=question.bucketed_gradients(bucket_bytes, first_bytes),
-        buffers=8 * question.gaps + extra,
-    )
+    return Part("gradients", seconds, took.bound)
 
 
 def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     """Priced as one step a batch; batch="full" agrees once for the batches of the whole dataset."""
     if question.replicas == 1:
-        return SyncPrice((question.update_part(),), question.plain_memory())
+        return SyncPrice((question.update_part(),))
     timer = partial(question.collective, "broadcast")
     buckets = question.sizes.filled(DEFAULT_BUCKET_BYTES)
     seconds, bound = question.exposed_buckets(question.bucket_times(buckets, timer))
     out = timer(question.parameter_bytes)
     is_full = term.batch == "full"
-    accumulated = replace(question, microbatches=2) if is_full else question
-    gradients = accumulated.bucketed_gradients(DEFAULT_BUCKET_BYTES)
     return question.waiting_price(
-        accumulated.shared_memory(term) or question.plain_memory()._replace(gradients=gradients),
         Part("gradients", seconds, bound),
         Part("weights", out.seconds, out.bound),
         convergence="one update for the whole dataset" if is_full else "",
-        sent_bytes=_ring_bytes(question, question.buffer_bytes),
     )
 
 
 def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     every = term.every
-    agreed, sent = _round(term, question) if question.replicas > 1 else (NO_PART, 0.0)
+    agreed = _round(term, question) if question.replicas > 1 else NO_PART
     if term.overlap:
         agreed = _left_of(agreed, term, question)
     passes = _PASSES + (4 if term.outer else 0)
@@ -152,9 +119,7 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     is_apart = question.replicas > 1 and every > 1
     return SyncPrice(
         parts,
-        _localsgd_memory(term, question),
         convergence=f"replicas agree after {every} steps of their own" if is_apart else "",
-        sent_bytes=sent / every,
         spread_s=question.synchronous_spread(),
     )
 
@@ -166,34 +131,13 @@ def _left_of(agreed: Part, term: Any, question: SyncQuestion) -> Part:
     return agreed._replace(seconds=max(0.0, late_s, agreed.seconds - term.every * step_s))
 
 
-def _round(term: Any, question: SyncQuestion) -> tuple[Part, float]:
-    """One agreement: seconds, and bytes that a worker sends."""
+def _round(term: Any, question: SyncQuestion) -> Part:
+    """The seconds of one agreement."""
     number = term.fragments
     if term.compress is None:
         took = question.collective("all_reduce", question.buffer_bytes / number)
-        sent = _ring_bytes(question, question.buffer_bytes)
-        return Part("weights", number * took.seconds, took.bound), sent
-    packed = compressed_time(question, term.compress, question.body / number)
-    sent = number * packed.sent_bytes + _ring_bytes(question, question.width)
-    return Part("weights", number * (packed.links_s + packed.packing_s), packed.bound), sent
-
-
-def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
-    """With the anchor, the outer optimizer's state, and what is kept and sent of averages."""
-    buffer_bytes = question.sizes.size * question.precision.parameter_bytes
-    states = 0
-    if term.outer is not None:
-        name, settings = outer_settings(term.outer)
-        states = 2 if name == "adam" else int(bool(settings["momentum"]))
-    copies = buffer_bytes + states * buffer_bytes + 8 * question.gaps
-    if term.elastic:
-        copies += question.rollback_bytes()
-    plain = question.plain_memory()
-    fragments = question.sizes.shard_sizes(term.fragments)
-    most = max(sum((fragments * 2)[k : k + term.most_sent]) for k in range(term.fragments))
-    tensors = 2 if term.overlap else 1 if term.compress else 0
-    sent = tensors * most * question.precision.parameter_bytes
-    if term.compress is not None:
-        slices = [Buckets(1, size, size) for size in fragments]
-        sent += compressed_memory(question, term.compress, slices, term.most_sent)
-    return plain._replace(buffers=copies + sent)
+        return Part("weights", number * took.seconds, took.bound)
+    body = question.model.body
+    fragment = slice(body.start, body.start + (body.stop - body.start) / number)
+    packed = compressed_time(question, term.compress, fragment)
+    return Part("weights", number * (packed.links_s + packed.packing_s), packed.bound)

@@ -24,14 +24,12 @@ from numpy.typing import NDArray
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import alphas_at_once
 from shoal.errors import BadInput
-from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import RankGroup, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
 from shoal.plan.sync_price import NO_PART, SyncPrice, SyncQuestion, some
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import MAX_WORKERS, Edges, edges_for, mixing_for
-
-_PAGE_BYTES = 64
 
 
 class Exchange(NamedTuple):
@@ -48,7 +46,7 @@ mixing_of = lru_cache(maxsize=256)(mixing_for)
 
 def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
-        return SyncPrice((question.update_part(),), question.plain_memory())
+        return SyncPrice((question.update_part(),))
     exchange = exchange_of(term.graph, question.group, question.cluster)
     is_async = term.mode == "async"
     is_shared = is_async and question.on_one_host
@@ -74,7 +72,6 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     parts = some(mixed, copies, waiting, update)
     return SyncPrice(
         parts,
-        _memory(term, question),
         convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_shared else exchange.sent),
         spread_s=(0.0, 0.0) if is_async else question.synchronous_spread(),
@@ -166,30 +163,6 @@ def _returns(term: Any) -> bool:
     return bool(term.elastic and not term.lockstep)
 
 
-def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
-    plain = question.plain_memory()
-    buffer_bytes = question.sizes.size * question.precision.parameter_bytes
-    if term.mode == "async":
-        laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        pages = buffer_bytes + 3 * laid_out + _PAGE_BYTES
-        return plain._replace(buffers=pages if question.on_one_host else 3 * buffer_bytes)
-    if question.replicas > MAX_WORKERS:
-        steps = edges_for(term.graph, question.replicas)
-        most = max(len(steps) > 1, *(int(np.bincount(hears).max()) for _, hears in steps))
-        return plain._replace(buffers=(most + 1) * buffer_bytes)
-    mixing = mixing_of(term.graph, question.replicas)
-    copies = mixing.buffer_bytes(None, question.sizes.size, question.precision.parameter_bytes)
-    if _returns(term):
-        return plain._replace(buffers=copies + question.rollback_bytes())
-    if not mixing.is_uniform:
-        is_shared = question.shares_host(term.shared_weights)
-        return plain._replace(buffers=buffer_bytes if is_shared else copies)
-    if (shared := question.shared_memory(term)) is not None:
-        return shared
-    whole = 2 * question.buffer_bytes  # one bucket
-    return plain._replace(buffers=copies, gradients=question.bucketed_gradients(whole))
-
-
 _READS = 2  # of the shared weights in a step: forward and backward
 
 
@@ -216,4 +189,4 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
         update,
     )
     behind = f"a gradient is about {replicas - 1} updates old when it is used" * (replicas > 1)
-    return SyncPrice(parts, question.plain_memory(), convergence=behind)
+    return SyncPrice(parts, convergence=behind)

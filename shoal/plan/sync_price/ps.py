@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.prediction import Part
 from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
 from shoal.plan.sync_price import SyncPrice, SyncQuestion, some
-from shoal.plan.sync_price.compressed import INDEX_BYTES, RESIDUAL_BYTES, factors_of
 from shoal.plan.sync_price.ps_links import Serving, Way
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
+from shoal.schedules.steps.servers import quorum_count
 
 
 def ps(term: Any, question: SyncQuestion) -> SyncPrice:
@@ -40,55 +40,9 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
         parts += (Part("compress", question.device.pass_s(4 * question.buffer_bytes), "memory"),)
     return SyncPrice(
         parts,
-        _memory(serving),
         convergence=_convergence(term, question),
-        sent_bytes=serving.push_bytes,
         spread_s=question.synchronous_spread() if term.lockstep else (0.0, 0.0),
     )
-
-
-def _memory(serving: Serving) -> DeviceMemory:
-    """Gradients are pushed from the buffer, or packed from another; weights come into an inbox."""
-    term, question = serving.term, serving.question
-    plain = question.plain_memory()
-    out = 0.0 if term.compress is None else question.buffer_bytes
-    inbox = 0.0 if serving.shares_weights else question.buffer_bytes
-    is_inside = term.placement != "servers"
-    server = _server_bytes(serving, (is_inside or question.on_one_host) and serving.shares_weights)
-    return plain._replace(
-        gradients=question.bucketed_gradients(PUSH_BUCKET_BYTES),
-        optimizer=0.0 if term.update == "server" else plain.optimizer,
-        buffers=out + inbox + _residuals(term, question) + (server if is_inside else 0.0),
-        servers=0.0 if is_inside else server * question.each,
-    )
-
-
-def _server_bytes(serving: Serving, has_workers_weights: bool) -> float:
-    """The fullest server, for one worker of a replica: weights, their sum, state, and pushes."""
-    term, question = serving.term, serving.question
-    servers = question.replicas if term.placement == "workers" else term.servers
-    elements = question.sizes.servers(servers)
-    buffers = 1 if has_workers_weights else 2
-    if term.compress is not None or term.replicas > 1:
-        buffers += question.replicas  # a push of each
-    state = elements * question.state_width if term.update == "server" else 0.0
-    held = buffers * elements * question.width + state
-    held += question.row_bytes / servers / question.each
-    return held + _basis(term, question) / servers
-
-
-def _residuals(term: Any, question: SyncQuestion) -> float:
-    """What compression has not sent, a copy of it where late pushes are dropped, and bases."""
-    if term.compress is None:
-        return 0.0
-    drops = term.quorum is not None and term.late == "drop"
-    residual = question.sizes.size * RESIDUAL_BYTES * (2 if drops else 1)
-    return residual + 2 * INDEX_BYTES * question.gaps + _basis(term, question)
-
-
-def _basis(term: Any, question: SyncQuestion) -> float:
-    factors = factors_of(term.compress, question.sizes) if term.compress else None
-    return 0.0 if factors is None else math.ceil(4 * factors.right)
 
 
 def _in_step(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
@@ -206,13 +160,6 @@ def _waits_s(serving: Serving) -> float:
         waits_s = (staleness_pace(noise, replicas, term.staleness, each) - 1) * question.compute_s
         return max(waits_s, question.latest_s)
     return (own_pace(noise, each) - 1) * question.compute_s
-
-
-def quorum_count(term: Any, replicas: int) -> int:
-    """A fraction of the workers, or a number of them."""
-    if term.quorum > 1:
-        return int(term.quorum)
-    return max(1, math.ceil(float(term.quorum) * replicas - 1e-9))
 
 
 def _convergence(term: Any, question: SyncQuestion) -> str:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
 from shoal.plan.sync_price import ROW_PASSES, SyncQuestion, update_s
-from shoal.plan.sync_price.compressed import factors_of, packed_bytes
 from shoal.runtime.memory_limit import most_server_threads, server_threads
+from shoal.schedules.steps.servers import push_bytes, shares_weights
 
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
 
@@ -63,20 +63,12 @@ class Serving:
     @property
     def shares_weights(self) -> bool:
         """Whether workers of the host use the weights where the servers keep them."""
-        term = self.term
-        takes_copies = term.replicas > 1 or (self.question.is_stage and term.compress is not None)
-        return bool(term.update == "server" and term.lockstep and not takes_copies)
+        return shares_weights(self.term, self.question.model)
 
     @cached_property
     def push_bytes(self) -> float:
         """What a worker pushes in a step."""
-        compress, question = self.term.compress, self.question
-        if compress is None:
-            return question.buffer_bytes
-        if (factors := factors_of(compress, question.sizes)) is not None:
-            return 4 * sum(factors)
-        pushed = packed_bytes(compress, math.ceil(question.body / self.servers))
-        return self.servers * pushed
+        return push_bytes(self.term, self.question.model, self.servers)
 
     @property
     def pulled_bytes(self) -> float:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from shoal.cluster.units import show_rate
-from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import CollectiveTime, on_nodes
 from shoal.plan.sync_price import NO_PART, BucketTimes, SyncPrice, SyncQuestion, Timer
 from shoal.schedules.buffer_layout import (
@@ -32,43 +32,28 @@ from shoal.schedules.buffer_layout import (
 )
 
 _IN_BACKWARD = {"shoal": 1, "deepspeed": 2}  # gathers of a layer
-_MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
 def zero(term: Any, question: SyncQuestion) -> SyncPrice:
-    ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
-    memory, held = question.once(_fullest, term, ranks)
     if question.replicas == 1:
-        return question.waiting_price(memory)
+        return question.waiting_price()
     gathering_s = 0.0
     if term.stage == 3:  # weights are gathered in backward, too; what hides that hides no reduction
         gathering_s = _IN_BACKWARD[question.zero3_of] * _layers_gathered(question)[0].seconds
+    steps = question.steps(term)
     return question.waiting_price(
-        memory,
         _reduced(term.stage, question, gathering_s),
-        _copied(term, question, len(ranks)) if term.elastic else NO_PART,
+        _copied(term, question, len(steps)) if term.elastic else NO_PART,
         _gathered(question) if term.stage == 3 else _spread(question),
-        share=held / max(1.0, question.sizes.trained),
-        sent_bytes=_sent(term, question),
+        share=max(step.updated for step in steps) / max(1.0, question.sizes.trained),
     )
-
-
-def _held(term: Any, question: SyncQuestion, rank: int) -> list[int]:
-    """The shards that a rank holds, its own first."""
-    return held_shards(rank, question.replicas, term.shard_copies)
-
-
-def _owned(term: Any, question: SyncQuestion, rank: int) -> float:
-    """Elements of the tensors of these shards."""
-    sizes, n = question.sizes, question.replicas
-    return sum(sizes.owned(n, shard) for shard in _held(term, question, rank))
 
 
 def _copied(term: Any, question: SyncQuestion, ranks: int) -> Part:
     """Each owner sends its gradients to the ranks that follow, one after the other; a barrier."""
-    shard = max(question.sizes.shard_sizes(question.replicas)[:ranks])
+    shard = max(_lengths(question)[:ranks])
     took = question.send(shard * question.width)
-    messages = len(_held(term, question, 0)) - 1
+    messages = len(held_shards(0, question.replicas, term.shard_copies)) - 1
     barrier_s = question.collective("all_reduce", 1).seconds
     seconds = messages * took.seconds + barrier_s + question.meetings_s(1)
     return Part("copies", seconds, took.bound)
@@ -118,7 +103,7 @@ def _spread(question: SyncQuestion) -> Part:
         all_at_once = question.collective("all_gather", question.parameter_bytes)
         return Part("weights", all_at_once.seconds, all_at_once.bound)
     width = question.precision.parameter_bytes
-    shards = question.sizes.shard_sizes(question.replicas)
+    shards = _lengths(question)
     took = [question.collective("broadcast", width * shard) for shard in shards if shard]
     seconds = sum(one.seconds for one in took) + question.meetings_s(1)
     return Part("weights", seconds, took[0].bound)
@@ -161,43 +146,6 @@ def _gathered(question: SyncQuestion) -> Part:
     return Part("weights", question.microbatches * seconds, took.bound)
 
 
-def _sent(term: Any, question: SyncQuestion) -> float:
-    """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice."""
-    p = question.replicas
-    width = question.width
-    tensors = question.sizes.tensors
-    body = question.body * width
-    passes = question.microbatches if term.stage > 1 else 1
-    weights = body
-    if term.stage == 3:
-        twice = question.microbatches * (2 * body - question.sizes.first_units * width)
-        weights = twice * question.sizes.cast_share
-    head = 2 * passes * (1 + tensors) * width if tensors else 0.0
-    copies = len(_held(term, question, 0)) - 1
-    return (p - 1) / p * (passes * body + weights + head) + copies / p * body
-
-
-def _fullest(question: SyncQuestion, term: Any, ranks: range) -> tuple[DeviceMemory, float]:
-    """The most memory, and the most numbers to update, of these ranks."""
-    memory = max((_memory(term, question, rank) for rank in ranks), key=lambda one: one.total)
-    return memory, max(_owned(term, question, rank) for rank in ranks)
-
-
-def _memory(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
-    if term.stage < 3 and (shared := question.shared_memory(term)) is not None:
-        return shared
-    sizes = question.sizes
-    n = question.replicas
-    held = _held(term, question, rank)
-    shards = (rank, n, term.shard_copies)
-    gradients = sizes.zero_gradients(term.stage, shards, question.accumulates, question.is_stage)
-    memory = question.plain_memory()._replace(
-        gradients=gradients * question.width,
-        optimizer=_owned(term, question, rank) * question.state_width,
-    )
-    if term.stage < 3 or n == 1:
-        return memory
-    width = question.precision.parameter_bytes
-    shard_sizes = sizes.shard_sizes(n)
-    parameters = sum(shard_sizes[shard] for shard in held) * width + question.untrained_bytes
-    return memory._replace(parameters=parameters, buffers=sizes.zero_gathered(n, held) * width)
+def _lengths(question: SyncQuestion) -> list[float]:
+    """Elements of each shard."""
+    return [shard.stop - shard.start for shard in question.sizes.shards(question.replicas)]

@@ -9,12 +9,12 @@ Slices are consecutive, so a bucket and a server have one range of elements in c
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.schedules.buffer_layout import server_edges
 from shoal.server.messages import ParameterSlice
 
 
@@ -46,32 +46,12 @@ class ServerSlice(NamedTuple):
 def partition(
     parameters: Sequence[FlatParameter], size: int, servers: int, by_rows: bool = True
 ) -> list[ServerSlice]:
-    """Divide the buffer into slices as equal as the boundaries of parameters allow.
-
-    With `by_rows`, a parameter larger than an equal slice is split between rows. A slice may be
-    empty when there are few parameters.
-    """
-    first = parameters[0].start
-    slice_size = (size - first) / servers
-    allowed = [first, size]
-    for parameter in parameters:
-        allowed.append(parameter.start)
-        if by_rows and parameter.stop - parameter.start > slice_size and parameter.row_size:
-            allowed += range(parameter.start, parameter.stop, parameter.row_size)
-    allowed.sort()
-    boundaries = [first]
-    for k in range(1, servers):
-        boundaries.append(max(boundaries[-1], _nearest(allowed, first + slice_size * k)))
-    boundaries.append(size)
+    """Divide the buffer into slices of about the same size (`server_edges`)."""
+    edges = server_edges(parameters, size, servers, by_rows)
     return [
         ServerSlice(start, stop, tuple(_slices_between(parameters, start, stop)))
-        for start, stop in itertools.pairwise(boundaries)
+        for start, stop in itertools.pairwise(edges)
     ]
-
-
-def _nearest(ordered: Sequence[int], target: float) -> int:
-    i = bisect.bisect_left(ordered, target)
-    return min(ordered[max(0, i - 1) : i + 1], key=lambda b: abs(b - target))
 
 
 def _slices_between(

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from shoal.protocol import FrameKind, decode
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
+from shoal.replica.ordered_sum import add_leaf
 from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import WAIT
+from shoal.schedules.addition_tree import Node, full_subtrees, runs_of
 from shoal.schedules.buffer_layout import LARGE_BYTES, PUSH_BUCKET_BYTES
 from shoal.server.client.client import Client, PullResult
 from shoal.server.client.route import Request

@@ -21,7 +21,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.loss import LossArguments
 from shoal.replica.microbatch_context import MicroBatch
-from shoal.replica.ordered_sum import runs_of
+from shoal.schedules.addition_tree import runs_of
 from shoal.train.step.options import Count, StepOptions
 
 

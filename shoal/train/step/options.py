@@ -13,7 +13,7 @@ from shoal.errors import BadInput
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch_context import Precision
-from shoal.replica.ordered_sum import runs_of
+from shoal.schedules.addition_tree import runs_of
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory

@@ -1,0 +1,206 @@
+"""single, ddp, zero and mapreduce: every step ends with the sum of all replicas' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.schedules.addition_tree import subtrees_sent
+from shoal.schedules.buffer_layout import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LARGE_BYTES,
+    held_shards,
+)
+from shoal.schedules.steps.compressed import (
+    compressed_exchanges,
+    most_in_flight,
+    residuals,
+    slice_memory,
+)
+from shoal.schedules.steps.step import (
+    Exchange,
+    Messages,
+    Sizes,
+    StepSchedule,
+    What,
+    When,
+    held_of,
+)
+from shoal.schedules.steps.tensor_layout import Buckets
+from shoal.schedules.steps.worker_model import WorkerModel
+
+MASTER = 0  # of mapreduce: the replica that updates
+
+
+def single(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedule:
+    sizes: Sizes = model.plain()
+    if model.exact_microbatches is not None:
+        sizes = {**sizes, **model.exact(rank, replicas, DEFAULT_BUCKET_BYTES)}
+    return StepSchedule(held_of(sizes), updated=model.layout.trained)
+
+
+def ddp(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedule:
+    """Buckets are all-reduced while backward runs; each replica updates its own copy."""
+    layout = model.layout
+    bucket_bytes = int(term.bucket_mb * (1 << 20))
+    buckets = first_is_small(model, bucket_bytes)
+    sizes: Sizes
+    exchanges: tuple[Exchange, ...] = (gradients_of(model, "all_reduce", buckets),)
+    if model.exact_microbatches is not None:
+        sizes = model.exact(rank, replicas, bucket_bytes)
+        exchanges = (subtrees_of(model, replicas),)
+    elif term.compress is not None:
+        bodies = [without_header(model, bucket) for bucket in buckets]
+        memory = [slice_memory(term.compress, model, one, rank, replicas) for one in bodies]
+        sizes = {
+            What.GRADIENTS: model.bucketed_gradients(buckets),
+            What.COPIES: model.gap_index,
+            What.RESIDUALS: residuals(model, memory),
+            What.IN_FLIGHT: most_in_flight(memory),
+        }
+        exchanges = (
+            header_of(model, layout.header_size * model.width),
+            *compressed_exchanges(
+                term.compress, layout, bodies, replicas, What.GRADIENTS, When.IN_BACKWARD
+            ),
+        )
+    elif term.may_share_weights and (
+        shared := model.with_shared_weights(term.shared_weights, rank, replicas, buckets)
+    ):
+        sizes = shared
+        exchanges = (slices_of(model),)
+    else:
+        sizes = {What.GRADIENTS: model.bucketed_gradients(buckets, LARGE_BYTES)}
+    return StepSchedule(
+        held_of({**model.plain(), **sizes}),
+        exchanges if replicas > 1 else (),
+        updated=layout.trained,
+    )
+
+
+def zero(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedule:
+    """Buckets are reduced to the owners of their parameters, which update and hand them out."""
+    layout = model.layout
+    held = held_shards(rank, replicas, term.shard_copies)
+    shards = layout.shards(replicas)
+    updated = sum(model.trained_in(shards[shard]) for shard in held)
+    sizes: dict[What, float] = model.plain()
+    if model.exact_microbatches is not None:
+        sizes |= model.exact(rank, replicas, DEFAULT_BUCKET_BYTES)
+    else:
+        buckets = first_is_small(model, DEFAULT_BUCKET_BYTES)
+        wanted = term.shared_weights if term.may_share_weights else False
+        if shared := model.with_shared_weights(wanted, rank, replicas, buckets):
+            return StepSchedule(held_of({**sizes, **shared}), (slices_of(model),), updated=updated)
+        gradients = layout.zero_gradients(
+            term.stage, (rank, replicas, term.shard_copies), model.accumulates, model.is_stage
+        )
+        sizes[What.GRADIENTS] = gradients * model.width
+    sizes[What.OPTIMIZER] = sum(model.state_in(shards[shard]) for shard in held)
+    if term.shards_parameters(replicas):
+        length = sum(shards[shard].stop - shards[shard].start for shard in held)
+        sizes[What.PARAMETERS] = length * model.parameter_bytes + model.untrained
+        sizes[What.GATHERED] = (
+            layout.zero_gathered(replicas, held, model.is_cast) * model.parameter_bytes
+        )
+    return StepSchedule(
+        held_of(sizes), _zero_exchanges(term, model, replicas, rank), updated=updated
+    )
+
+
+def _zero_exchanges(
+    term: Any, model: WorkerModel, replicas: int, rank: int
+) -> tuple[Exchange, ...]:
+    if replicas == 1:
+        return ()
+    layout = model.layout
+    passes = model.microbatches if term.stage > 1 else 1
+    if model.exact_microbatches is not None:
+        exchanges = [subtrees_of(model, replicas)]
+    else:
+        reduced = gradients_of(model, "reduce", layout.zero_buckets(replicas))
+        head = header_of(model, layout.header_size * model.width)
+        exchanges = [reduced._replace(times=passes), head._replace(times=passes)]
+    shards = layout.shards(replicas)
+    if copies := len(held_shards(rank, replicas, term.shard_copies)) - 1:
+        own = (shards[rank].stop - shards[rank].start) * model.width
+        sent = (Messages(copies, own),)
+        exchanges.append(Exchange(What.GRADIENTS, "send", sent, When.AFTER_BACKWARD))
+    body = layout.size - layout.offset
+    if term.stage == 3:  # all but the first units are gathered in backward again
+        share = layout.cast_share if model.is_cast else 1.0
+        gathered = (2 * body - layout.first_units) * model.parameter_bytes * share
+        units = (Messages(1, gathered),)
+        exchanges.append(
+            Exchange(
+                What.PARAMETERS, "all_gather", units, When.BEFORE_UNIT, times=model.microbatches
+            )
+        )
+    else:
+        lengths = [one.stop - one.start for one in shards if one.stop > one.start]
+        calls = tuple(Messages(1, length * model.parameter_bytes) for length in lengths)
+        exchanges.append(Exchange(What.PARAMETERS, "broadcast", calls, When.AFTER_UPDATE))
+    return tuple(exchanges)
+
+
+def mapreduce(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedule:
+    """Gradients are reduced to the master, which alone updates, and sends the weights."""
+    if term.batch == "full":  # those of all batches are added up
+        model = replace(model, accumulates=True)
+    sizes: dict[What, float] = model.plain()
+    if replicas == 1:
+        return StepSchedule(held_of(sizes), updated=model.layout.trained)
+    is_master = rank == MASTER
+    buckets = model.layout.filled(DEFAULT_BUCKET_BYTES)
+    shared = model.with_shared_weights(term.shared_weights, rank, replicas, buckets)
+    if shared is not None:
+        updated = model.layout.trained / replicas
+        return StepSchedule(held_of({**sizes, **shared}), (slices_of(model),), updated=updated)
+    sizes[What.GRADIENTS] = model.bucketed_gradients(buckets)
+    sizes[What.OPTIMIZER] = model.whole_state if is_master else sum(model.first_state)
+    weights = (Messages(1, model.weights),)
+    return StepSchedule(
+        held_of(sizes),
+        (
+            gradients_of(model, "reduce", buckets),
+            Exchange(What.PARAMETERS, "broadcast", weights, When.AFTER_UPDATE),
+        ),
+        updated=model.layout.trained if is_master else 0.0,
+    )
+
+
+def first_is_small(model: WorkerModel, bucket_bytes: int) -> list[Buckets]:
+    """The bucket that is full first is small, so that communication starts early."""
+    return model.layout.filled(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+
+
+def without_header(model: WorkerModel, bucket: Buckets) -> Buckets:
+    """What is compressed of a bucket: the header travels as it is."""
+    where = slice(max(bucket.where.start, model.layout.offset), bucket.where.stop)
+    return bucket._replace(where=where)
+
+
+def gradients_of(model: WorkerModel, kind: str, buckets: Sequence[Buckets]) -> Exchange:
+    calls = tuple(Messages(one.number, one.elements * model.width) for one in buckets)
+    return Exchange(What.GRADIENTS, kind, calls, When.IN_BACKWARD)
+
+
+def slices_of(model: WorkerModel) -> Exchange:
+    """Of workers that share their weights: each adds up its slice and updates it for all."""
+    calls = (Messages(1, (model.layout.size - model.layout.offset) * model.width),)
+    return Exchange(What.GRADIENTS, "reduce_scatter", calls, When.AFTER_BACKWARD)
+
+
+def header_of(model: WorkerModel, num_bytes: float) -> Exchange:
+    """The loss, and a flag for each tensor, in a call of their own."""
+    return Exchange(What.GRADIENTS, "all_reduce", (Messages(1, num_bytes),), When.AFTER_BACKWARD)
+
+
+def subtrees_of(model: WorkerModel, replicas: int) -> Exchange:
+    """exact=True: the sums of all replicas' subtrees are gathered."""
+    assert model.exact_microbatches is not None
+    sums = subtrees_sent(model.exact_microbatches, replicas)
+    gathered = (Messages(1, replicas * sums * model.gradient_buffer),)
+    return Exchange(What.GRADIENTS, "all_gather", gathered, When.AFTER_BACKWARD)
