@@ -32,7 +32,7 @@ from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import MAX_WORKERS, Edges, edges_for, mixing_for
 
 
-class Exchange(NamedTuple):
+class MixedMessages(NamedTuple):
     """One step of a graph on a cluster, in messages; the mean over its period."""
 
     of_port: float  # of the busiest worker, in or out
@@ -51,7 +51,7 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     is_async = term.mode == "async"
     is_shared = is_async and question.on_one_host
     if is_async and not is_shared:  # with one that it draws, and with one that draws it
-        exchange = Exchange(*(2 / exchange.of_port * messages for messages in exchange))
+        exchange = MixedMessages(*(2 / exchange.of_port * messages for messages in exchange))
     mixed = _shared_pages(question, exchange) if is_shared else _messages(question, exchange)
     copies = question.rollback_part(1) if _returns(term) else NO_PART
     if _returns(term):  # weights and optimizer state, in each step, which a barrier ends
@@ -89,18 +89,18 @@ def convergence_of(graph: str, replicas: int) -> str:
 
 
 @lru_cache(maxsize=512)
-def exchange_of(graph: str, group: RankGroup, cluster: Cluster) -> Exchange:
+def exchange_of(graph: str, group: RankGroup, cluster: Cluster) -> MixedMessages:
     steps = [_step(edges, group, cluster) for edges in edges_for(graph, group.size)]
-    return Exchange(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
+    return MixedMessages(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
 
 
-def _step(edges: Edges, group: RankGroup, cluster: Cluster) -> Exchange:
+def _step(edges: Edges, group: RankGroup, cluster: Cluster) -> MixedMessages:
     heard, hears = edges
     node = np.arange(group.size) * group.stride // cluster.node.devices
     rack = node // (cluster.nodes_per_rack or cluster.nodes)
     beside = min(group.stride, cluster.node.devices)  # groups of a node that do the same
     beside_in_rack = min(group.stride, cluster.node.devices * (cluster.nodes_per_rack or 1))
-    return Exchange(
+    return MixedMessages(
         _busiest(np.arange(group.size), hears, heard),
         beside * _busiest(node, hears, heard),
         beside_in_rack * _busiest(rack, hears, heard),
@@ -118,7 +118,7 @@ def _busiest(place: NDArray[np.int64], hears: Any, heard: Any) -> float:
     return float(max(out, into))
 
 
-def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
+def _messages(question: SyncQuestion, exchange: MixedMessages) -> Part:
     """The slowest of ports, NICs and uplinks, and the weighted sum."""
     node, cluster = question.node, question.cluster
     message = question.parameter_bytes
@@ -139,7 +139,7 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     return Part("neighbours", alpha_s + seconds + _sum_s(question, exchange), bound)
 
 
-def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
+def _sum_s(question: SyncQuestion, exchange: MixedMessages) -> float:
     """A term of the sum is read, added and written; the result is copied."""
     message = question.parameter_bytes
     chunk = max(1.0, min(message, float(MIXING_CHUNK_BYTES)))
@@ -148,7 +148,7 @@ def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
     return cached_s + question.device.pass_s(2 * message)
 
 
-def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
+def _shared_pages(question: SyncQuestion, exchange: MixedMessages) -> Part:
     """A replica writes its page, and reads those of its neighbours."""
     moved = 2 * (1 + exchange.of_port) * question.parameter_bytes
     alone_s = question.device.pass_s(moved) + _sum_s(question, exchange)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class What(enum.StrEnum):
+class What(str, enum.Enum):
     """What is held or sent. Each byte is one of them."""
 
     PARAMETERS = "parameters"  # with buffers and frozen ones
@@ -27,6 +27,8 @@ class What(enum.StrEnum):
     IN_FLIGHT = "in_flight"  # messages on their way
     SHARED = "shared"  # segments that other processes see and that hold nothing of the above
     SERVER = "server"  # all that a parameter server holds which lives in this worker
+
+    __str__ = str.__str__
 
 
 class Where(enum.Enum):
