@@ -37,7 +37,7 @@ class World:
         return message
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits for ever: whoever receives from now on sees what went wrong."""
+        """No rank waits for ever: one that receives from now on sees what went wrong."""
         for mailbox in self._mail.values():
             mailbox.put(error)
 

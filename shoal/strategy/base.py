@@ -174,7 +174,7 @@ class SyncTerm(Term, role="sync", abstract=True):
         return self
 
     def among(self, replicas: int) -> SyncTerm:
-        """This term, or `single` where a replica would prepare gradients for nobody."""
+        """This term, or `single` where one replica has nothing to exchange."""
         return self
 
     def in_own_loop(self) -> SyncTerm:

@@ -12,7 +12,7 @@ from shoal.schedules.steps.compressed import (
     slice_memory,
 )
 from shoal.schedules.steps.step import (
-    NOBODY,
+    NO_WAIT,
     Exchange,
     Messages,
     StepSchedule,
@@ -107,7 +107,7 @@ def gossip(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSched
     trained = model.layout.trained
     if replicas == 1:
         return StepSchedule(held_of(sizes), updated=trained)
-    waits = NOBODY if term.mode == "async" else Waits(neighbours=True)
+    waits = NO_WAIT if term.mode == "async" else Waits(neighbours=True)
     heard = _heard_by(term.graph, replicas, rank)
     calls = (Messages(heard.listeners, model.gradient_buffer),)
     mixes = Exchange(What.PARAMETERS, "mix", calls, When.AFTER_UPDATE, waits)

@@ -9,7 +9,7 @@ from shoal.schedules.addition_tree import subtrees_sent
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.schedules.steps.compressed import factors_of, packed_bytes
 from shoal.schedules.steps.step import (
-    NOBODY,
+    NO_WAIT,
     Exchange,
     Messages,
     StepSchedule,
@@ -91,7 +91,7 @@ def _waits(term: Any, replicas: int) -> Waits:
         return Waits(quorum_count(term, replicas))
     if term.staleness is not None:
         return Waits(steps=term.staleness)
-    return NOBODY if term.mode == "async" else Waits()
+    return NO_WAIT if term.mode == "async" else Waits()
 
 
 def _exchanges(

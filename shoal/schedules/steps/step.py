@@ -56,7 +56,7 @@ class Waits(NamedTuple):
     neighbours: bool = False  # only for those next to it in a graph
 
 
-NOBODY = Waits(replicas=0)
+NO_WAIT = Waits(replicas=0)
 
 
 class Held(NamedTuple):
