@@ -133,7 +133,8 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     )
     if not synchronous:
         device = replace(device, **_of_gpu(found, peaks["bf16"]))
-    return replace(device, kernel_factors=_factors(found["named"], device, widest))
+    named = [*found["named"], *found.get("compiled", ())]
+    return replace(device, kernel_factors=_factors(named, device, widest))
 
 
 def _of_gpu(found: Found, peak: float) -> dict[str, Any]:

@@ -88,7 +88,7 @@ _LOSSES: tuple[tuple[str, str, Callable[..., Any], int, int], ...] = (
 )
 
 
-def gpu_cases() -> Iterator[NamedCase]:
+def gpu_cases(are_compiled: bool) -> Iterator[NamedCase]:
     """One after the other, so that the memory of one is free for the next."""
     targets = torch.randint(_CLASSES[0], (ROWS,), device="cuda")
     for sizes, more, cases in (
@@ -99,10 +99,14 @@ def gpu_cases() -> Iterator[NamedCase]:
         narrow = wide.detach().to(BF16).requires_grad_()
         inputs = [wide, narrow, *((more,) if more.requires_grad else ())]
         for there, back, function, moved, moved_back in cases:
+            if there.startswith("fused") != are_compiled:
+                continue
             size = float(wide.numel())
-            compiled = torch.compile(function) if there.startswith("fused") else function
-            call = partial(compiled, wide, narrow, more)
+            run = torch.compile(function) if are_compiled else function
+            call = partial(run, wide, narrow, more)
             yield NamedCase((there, back), call, inputs, (moved * size, moved_back * size))
+    if are_compiled:
+        return
     table = _numbers(_CLASSES[0], _HIDDEN)
     size = 4.0 * ROWS * _HIDDEN
     amounts = (2 * size, size + 4.0 * table.numel())

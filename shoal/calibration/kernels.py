@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -110,6 +112,8 @@ _COPIED_BYTES = 1 << 28
 _CASES = 16  # about as many as there are
 _ATTENTION_CASES = 46
 _LAYERS = 20
+_COMPILE_S = 4.0  # of a call, before the first one
+_COMPILE_BLOCKS_S = 20.0
 
 
 class KernelBench:
@@ -117,23 +121,44 @@ class KernelBench:
 
     def __init__(self, device: torch.device, synchronize: Synchronize):
         self.device = device
+        self.ends_s = math.inf  # on the clock of time.perf_counter; each section has its own
+        self.left_out: Counter[str] = Counter()  # how many there was no time for, by section
         self._synchronize = synchronize
+
+    def has_time(self, section: str, least_s: float = 0.0) -> bool:
+        """Whether one more may be measured; if not, it is counted."""
+        if time.perf_counter() + least_s < self.ends_s:
+            return True
+        self.left_out[section] += 1
+        return False
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def products(self, dtype: str, seconds: float) -> list[dict[str, Any]]:
-        shapes: Sequence[tuple[int, int, int]] = SHAPES
+    def products(self, seconds: float) -> dict[str, list[dict[str, Any]]]:
+        """By type; the smallest come first."""
+        shapes: dict[str, Sequence[tuple[int, int, int]]] = {"fp32": SHAPES}
         if self.on_gpu:
-            shapes = gpu_cases.PRODUCTS if dtype == "bf16" else gpu_cases.PRODUCTS[52:64]
-        found = []
-        for rows, outputs, inputs in shapes:
-            for way, sizes, call in self._products(rows, outputs, inputs, DTYPES[dtype]):
-                with torch.no_grad():
-                    took = self._sample(call, seconds / 3 / len(shapes))
-                found.append({"way": way, **sizes, **took._asdict()})
+            few = gpu_cases.PRODUCTS[52:64]
+            shapes = {"fp32": few, "fp16": few, "bf16": gpu_cases.PRODUCTS}
+        each_s = seconds / 3 / sum(map(len, shapes.values()))
+        found: dict[str, list[dict[str, Any]]] = {}
+        for dtype, sizes in shapes.items():
+            rows = found[dtype] = []
+            for size in sorted(sizes, key=math.prod):
+                if not rows or self.has_time(f"products in {dtype}"):
+                    rows.extend(self._product(size, dtype, each_s))
         return found
+
+    def _product(
+        self, size: tuple[int, int, int], dtype: str, seconds: float
+    ) -> Iterator[dict[str, Any]]:
+        rows, outputs, inputs = size
+        for way, sizes, call in self._products(rows, outputs, inputs, DTYPES[dtype]):
+            with torch.no_grad():
+                took = self._sample(call, seconds)
+            yield {"way": way, **sizes, **took._asdict()}
 
     def _products(
         self, rows: int, outputs: int, inputs: int, dtype: torch.dtype
@@ -155,8 +180,21 @@ class KernelBench:
 
     def named(self, seconds: float) -> list[dict[str, Any]]:
         """Kernels that take longer than their bytes say, forward and backward."""
-        cases = gpu_cases.gpu_cases() if self.on_gpu else iter(named_cases(self.device))
-        return [self._named(case, seconds / 2 / _CASES) for case in cases]
+        cases = gpu_cases.gpu_cases(are_compiled=False)
+        return self._all_named(cases if self.on_gpu else iter(named_cases(self.device)), seconds)
+
+    def compiled(self, seconds: float) -> list[dict[str, Any]]:
+        """The same of kernels that torch.compile makes."""
+        return self._all_named(gpu_cases.gpu_cases(are_compiled=True), seconds, _COMPILE_S)
+
+    def _all_named(
+        self, cases: Iterator[NamedCase], seconds: float, least_s: float = 0.0
+    ) -> list[dict[str, Any]]:
+        return [
+            self._named(case, seconds / 2 / _CASES)
+            for case in cases
+            if self.has_time("compiled kernels" if least_s else "kernels by name", least_s)
+        ]
 
     def _named(self, case: NamedCase, seconds: float) -> dict[str, Any]:
         out = case.call()
@@ -177,6 +215,8 @@ class KernelBench:
         for kernel in gpu_cases.KERNELS if self.on_gpu else ():
             with suppress(RuntimeError):  # one that this GPU does not have
                 for head, sequence, case in gpu_cases.attention_cases(kernel):
+                    if not self.has_time(f"attention by {kernel}"):
+                        continue
                     row = self._named(case, seconds / 2 / _ATTENTION_CASES)
                     found.append({"kernel": kernel, "head": head, "sequence": sequence, **row})
         return found
@@ -187,7 +227,9 @@ class KernelBench:
         shape = (1, BLOCK_TOKENS, BLOCK_WIDTH)
         data = torch.randn(shape, device=self.device, requires_grad=True)
         found = {}
-        for kernels in ("eager", "compiled"):
+        for kernels, least_s in (("eager", 0.0), ("compiled", _COMPILE_BLOCKS_S)):
+            if not self.has_time(f"launches of {kernels} blocks", least_s):
+                continue
             model = blocks.to(self.device)
             run = torch.compile(model) if kernels == "compiled" else model
             parameters = list(model.parameters())
@@ -200,7 +242,7 @@ class KernelBench:
             back = partial(_gradient, [out], parameters, [torch.ones_like(out)])
             samples: dict[str, Callable[[], Any]] = {"forward": forward, "backward": back}
             found[kernels] = {
-                way: Sample(*(one / BLOCKS for one in self._sample(call, seconds / 4)))._asdict()
+                way: Sample(*(one / BLOCKS for one in self._sample(call, seconds / 40)))._asdict()
                 for way, call in samples.items()
             }
         return found
@@ -218,8 +260,10 @@ class KernelBench:
     def memory(self, seconds: float) -> list[dict[str, Any]]:
         """Kernels that read one tensor and write another one, which exists already."""
         sizes = BYTES + (LARGE_BYTES if self.device.type == "cuda" else ())
-        found = []
+        found: list[dict[str, Any]] = []
         for size in sizes:
+            if found and not self.has_time("memory"):
+                continue
             data = torch.ones(size // 4, device=self.device)
             call = partial(torch.neg, data, out=torch.empty_like(data))
             took = self._sample(call, seconds / len(sizes))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +34,7 @@ from shoal.runtime.wording import counted
 MODULE = "shoal.calibration.worker"
 RESULT = "measured by all workers: "  # begins the line of rank 0 with what it has found
 _START_S = 3.0  # until workers have loaded torch
-_LEAST_S = 1.5
+LEAST_S = 1.5
 _MOST_S = 86_400.0
 Say = Callable[[str], None]
 
@@ -62,21 +64,28 @@ def _most(device: str | None) -> int:
 def calibrate(
     say: Say, seconds: float = 60.0, workers: int | None = None, device: str | None = None
 ) -> Cluster:
-    """Measure this machine in about so many seconds.
+    """Measure this machine in so many seconds; what there is no time for is said.
 
     `workers`: the most at the same time; default as many as there are cores.
     """
     counts = worker_counts(workers or _most(device))
-    each_s = max(_LEAST_S, seconds / len(counts) - _START_S)
+    ends_s = time.monotonic() + seconds
     documents = []
-    for number, count in enumerate(counts, 1):
-        say(f"[{number}/{len(counts)}] {counted(count, 'worker')}, {each_s:.0f} s")
+    left_out: Counter[str] = Counter()
+    for number, count in enumerate(counts):
+        each_s = (ends_s - time.monotonic()) / (len(counts) - number)
+        each_s = max(_START_S + LEAST_S, each_s)
+        say(f"[{number + 1}/{len(counts)}] {counted(count, 'worker')}, {each_s:.0f} s")
         config = RunConfig.from_environment()
         strategy = "ddp" if count > 1 else "single"
-        command = [sys.executable, "-m", MODULE, "--seconds", str(each_s)]
+        command = [sys.executable, "-m", MODULE, "--until", str(time.monotonic() + each_s)]
         config = replace(config, strategy=strategy, device=device or config.device)
         spec = LaunchSpec(command, count, config, servers=int(count > 1))
         documents.append(found_by(partial(launch, spec)))
+        left_out.update(documents[-1]["left_out"])
+    if left_out:
+        sections = ", ".join(f"{count} of {name}" for name, count in left_out.items())
+        say(f"{seconds:g} s were too few to measure all; left out: {sections}; give more --seconds")
     here = this_machine()
     return machine_of(documents, cores(), here.device.memory_bytes * here.node.devices)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.calibration.kernels import KernelBench, sample_rounds
-from shoal.calibration.measure import RESULT
+from shoal.calibration.measure import LEAST_S, RESULT
 from shoal.cluster.host import watts
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
@@ -30,14 +30,23 @@ SIZES = (256, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _LARGE = 1 << 24  # fewer rounds from here on
 
 
-def _calls(job: shoal.Job, seconds: float) -> Iterator[dict[str, Any]]:
+def _have_time(job: shoal.Job, bench: KernelBench, section: str) -> bool:
+    """Whether the first worker has: the others follow it."""
+    has_time = torch.tensor([float(bench.has_time(section))])
+    job.group.broadcast(has_time).wait()
+    return bool(has_time)
+
+
+def _calls(job: shoal.Job, bench: KernelBench, seconds: float) -> Iterator[dict[str, Any]]:
     """Every kind of call; V is the whole vector, of which a rank has 1/p where it is divided."""
     group = job.group
     round_s = seconds / len(KINDS) / len(SIZES) / _ROUNDS
     executor = "nccl" if job.device.type == "cuda" else "shm"
     for kind in KINDS:
-        points = []
+        points: list[dict[str, Any]] = []
         for num_bytes in SIZES:
+            if points and not _have_time(job, bench, f"{kind} by bytes"):
+                continue
             pieces = max(1, num_bytes // 4 // group.size)
             whole = torch.zeros(pieces * group.size, device=job.device)
             part = torch.zeros(pieces, device=job.device)
@@ -151,9 +160,13 @@ class Wide(nn.Module):
         return self.weight.sum() * inputs.sum()
 
 
-def served(job: shoal.Job) -> dict[str, Any]:
+def served(job: shoal.Job, bench: KernelBench) -> dict[str, Any]:
     """Steps where a server holds the weights: of a tiny layer, and asynchronous ones by bytes."""
-    pushes = [_push(job, num_bytes) for num_bytes in _BYTES] if job.device.type == "cpu" else []
+    pushes = [
+        _push(job, num_bytes)
+        for num_bytes in (_BYTES if job.device.type == "cpu" else ())
+        if _have_time(job, bench, "pushes by bytes")
+    ]
     tiny = partial(nn.Linear, 4, 4)
     return {
         "lockstep": _served(job, _LOCKSTEP, tiny(), _SERVED_STEPS),
@@ -193,9 +206,13 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, targets) if outputs.dim() else outputs
 
 
-_SHARES = {"memory": 0.1, "named": 0.1, "launches": 0.05, "updates": 0.1}  # of the time
-_GPU_SHARES = _SHARES | {"attention": 0.1, "hosts": 0.05, "copies": 0.02}
-_PRODUCTS, _OF_CALLS = 0.35, 0.3
+# sections of a KernelBench in their order, and what they take of the time, relative to each other
+_SHARES = {"launches": 0.05, "updates": 0.1, "memory": 0.1, "named": 0.1, "products": 0.35}
+_GPU_SHARES = {
+    **{"launches": 0.02, "updates": 0.06, "memory": 0.03, "copies": 0.01, "products": 0.3},
+    **{"named": 0.08, "attention": 0.1, "hosts": 0.26, "compiled": 0.14},
+}
+_OF_CALLS = 0.3  # of the time of several workers
 
 
 def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
@@ -204,42 +221,44 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
     bench = KernelBench(job.device, torch.cuda.synchronize if is_cuda else lambda: None)
     properties = torch.cuda.get_device_properties(job.device) if is_cuda else None
     alone = job.size == 1
-    scale = 1 / (1 - _OF_CALLS) if alone else 1.0
-    dtypes = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
-    each_s = _PRODUCTS * scale * seconds / len(dtypes)
     found: dict[str, Any] = {
         "workers": job.size,
         "threads": torch.get_num_threads(),
         "device": properties.name if properties else "cpu",
         "memory_bytes": properties.total_memory if properties else None,
         "watts": watts() if is_cuda else None,
-        "products": {dtype: _together(job, bench.products, dtype, each_s) for dtype in dtypes},
+        "step": _step(job, nn.Linear(4, 4).to(job.device), _STEPS),
     }
-    for name, share in (_GPU_SHARES if is_cuda else _SHARES).items():
-        found[name] = _together(job, getattr(bench, name), share * scale * seconds)
-    found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS)
+    shares = _GPU_SHARES if is_cuda else _SHARES
+    share_s = seconds * (1.0 if alone else 1 - _OF_CALLS) / sum(shares.values())
+    bench.ends_s = time.perf_counter()
+    for name, share in shares.items():
+        bench.ends_s += share * share_s
+        found[name] = _together(job, getattr(bench, name), share * share_s)
+    found["left_out"] = bench.left_out  # what follows counts there, too
     if not alone:
-        found["calls"] = list(_calls(job, _OF_CALLS * seconds))
+        bench.ends_s += _OF_CALLS * seconds
+        found["calls"] = list(_calls(job, bench, _OF_CALLS * seconds))
         if not is_cuda:
             found["handover"] = handover(job.group)
-        found["served"] = served(job)
+        found["served"] = served(job, bench)
     return found
 
 
-def _together(job: shoal.Job, section: Callable[..., Any], *args: Any) -> Any:
+def _together(job: shoal.Job, section: Callable[[float], Any], seconds: float) -> Any:
     """Begin when all workers do: they share memory, caches and turbo."""
     job.group.barrier().wait()
-    return section(*args)
+    return section(seconds)
 
 
-def report(measure: Callable[[shoal.Job, float], Any]) -> None:
-    """Measure in this worker for `--seconds`; rank 0 prints what it has found."""
+def main() -> None:
+    """Measure in this worker until a time of the host's clock; rank 0 prints what it has found."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--until", type=float, required=True)
+    until_s = parser.parse_args().until
 
     def train(job: shoal.Job) -> None:
-        found = measure(job, seconds)
+        found = measure(job, max(LEAST_S, until_s - time.monotonic()))
         if job.rank == 0:
             print(f"{RESULT}{json.dumps(found)}", flush=True)
 
@@ -247,4 +266,4 @@ def report(measure: Callable[[shoal.Job, float], Any]) -> None:
 
 
 if __name__ == "__main__":
-    report(measure)
+    main()

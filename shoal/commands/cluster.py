@@ -31,7 +31,7 @@ def calibrate_command(
     workers: int | None = option(
         "The most workers at the same time.", min=1, max=1024, show_default="the cores"
     ),
-    seconds: float = option("About how long to measure.", 60.0),
+    seconds: float = option("How long it may take; what is left out is said.", 60.0),
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:

@@ -79,3 +79,22 @@ def test_where_a_script_refuses_an_option_of_shoal_a_line_says_where_it_belongs(
     assert f"-n, --seed, -sddp went to the script, being behind it: {where}" in done.stderr
     refused = scripts.shoal(command, "train.py", "--other", cwd=tmp_path)
     assert refused.returncode == 2 and "stand before" not in refused.stderr
+
+
+def test_a_script_that_reads_no_arguments_and_gets_options_of_shoal_is_told_at_the_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('it runs')\nsys.exit(3)\n")
+    done = scripts.shoal("run", "train.py", "-n", "2", "--seed=1", cwd=tmp_path)
+    words = "-n, --seed=1 went to the script, being behind it: options of shoal run stand before"
+    assert done.stderr.count(words) == 1
+    assert done.stderr.index(words) < done.stderr.index("worker 0 failed")
+    silent = scripts.shoal("run", "train.py", "-q", "2", cwd=tmp_path)
+    assert "stand before" not in silent.stderr
+
+
+def test_usage_that_a_script_prints_by_itself_names_the_options_of_shoal(tmp_path: Path) -> None:
+    usage = "import sys\nif len(sys.argv) > 1: sys.exit('Usage: train.py')\n"
+    (tmp_path / "train.py").write_text(usage)
+    done = scripts.shoal("run", "train.py", "-n", "2", cwd=tmp_path)
+    assert "-n went to the script, being behind it" in done.stderr
