@@ -164,6 +164,36 @@ def test_a_rank_that_leaves_is_reported_with_its_end(
     assert re.search(f"lost rank 1 in {said}", on_shm_processes(2, body)[0])
 
 
+SENT = multiprocessing.get_context("fork").Event()
+GAVE_UP = multiprocessing.get_context("fork").Event()
+
+
+def test_who_gives_up_a_message_to_a_lost_rank_tells_the_others_of_the_loss() -> None:
+    """Not of a timeout, which elastic runs do not survive; a part of it had been written."""
+
+    def body(group: Group) -> str:
+        if group.rank == 2:
+            SENT.wait(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank == 1:
+            send = group.send(torch.zeros(1_000_000), 2, tag=1)
+            SENT.set()
+            told = loss_in(lambda: send)
+            GAVE_UP.set()
+            OVER.wait(60)
+            return told
+        GAVE_UP.wait(60)
+        told = loss_in(group.barrier)
+        OVER.set()
+        return told
+
+    for event in (SENT, GAVE_UP, OVER):
+        event.clear()
+    in_barrier, in_send, _ = on_shm_processes(3, body)
+    assert "lost rank 2 in send to 2, tag 1 (killed by signal 9" in in_send, in_send
+    assert in_barrier.startswith("rank 0 lost rank 2 in no operation (killed by signal 9")
+
+
 def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: Path) -> None:
     def body(group: Group) -> str:
         memory_of(group).segment.run_dir = RunDir(tmp_path)

@@ -806,7 +806,8 @@ static void forget(Group *g, Op *op) {
         if (op->taken) op->taken->into = NULL, op->taken->dropped = 1;
         atomic_fetch_sub(&g->pending, 1);
         /* a part of it is in the ring: the target would take the next message for the rest */
-        if (op->is_send && op->has_head && !recorded_failure(g)) fail(g, LATE, op->peer);
+        if (op->is_send && op->has_head && !recorded_failure(g))
+            fail(g, has_left(g, op->peer) ? LOST : LATE, op->peer);
     }
     pthread_mutex_unlock(&g->lock);
     free(op);
