@@ -21,9 +21,10 @@ from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import Subject
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.auto import read_trace
-from shoal.plan.predict import PlanSettings, Predictor, price_of, resolve_step
+from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.step.collective_time import Network, group_of
 from shoal.plan.sync_price import SyncQuestion
+from shoal.plan.sync_price.price import price_of
 from shoal.plan.workloads import Precision
 from shoal.runtime import svg as drawing
 from shoal.runtime.files import scratch_folder

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shoal.errors import BadInput
-from shoal.plan.predict import PRICERS, PlanSettings
+from shoal.plan.predict import PlanSettings
 from shoal.plan.workloads import Recompute, Workload
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
@@ -153,7 +153,7 @@ def _term(kind: Callable[..., Any], size: int, **options: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _all_syncs() -> tuple[SyncTerm, ...]:
-    """Every way to agree that has a price, with the options that `shoal compare` tries."""
+    """Every way to agree, with the options that `shoal compare` tries."""
     texts = [text for term in TERMS.values() if term.role == "sync" for text in term.compared]
     texts.append('ps(placement="workers")')
     terms = [as_strategy(text).sync for text in texts]
@@ -161,7 +161,6 @@ def _all_syncs() -> tuple[SyncTerm, ...]:
         term
         for term in terms
         if term is not None
-        and term.name in PRICERS
         and term.collective_algorithm is None
         and term.batches is not Batches.WHOLE_DATASET
         and str(term) not in _LEFT_OUT

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import Device
@@ -17,38 +16,13 @@ from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.slow_workers import SlowWorkers, slow_replicas
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
-from shoal.plan.sync_price import SyncPrice, SyncQuestion, Zero3
-from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
-from shoal.plan.sync_price.gossip import gossip, hogwild
-from shoal.plan.sync_price.ps import ps
-from shoal.plan.sync_price.zero import zero
+from shoal.plan.sync_price import SyncQuestion, Zero3
+from shoal.plan.sync_price.price import price_of
 from shoal.plan.workloads import Recompute, Split, Workload, parameters_of
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.schedules.steps.tensor_layout import TensorLayout
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
-
-_ALL = (single, ddp, zero, ps, gossip, hogwild, mapreduce, localsgd)
-PRICERS: dict[str, Callable[[Any, SyncQuestion], SyncPrice]] = {one.__name__: one for one in _ALL}
-
-
-def price_of(term: SyncTerm, question: SyncQuestion) -> SyncPrice:
-    """What the sync term adds to the step of this question."""
-    price = PRICERS[term.name](term, question)
-    memory = _with_rows(question.memory(term), term, question)
-    return replace(price, memory=memory, sent_bytes=price.sent_bytes or question.sent_bytes(term))
-
-
-def _with_rows(memory: DeviceMemory, term: SyncTerm, question: SyncQuestion) -> DeviceMemory:
-    """Rows of tables are in the only worker, or divided by servers, some of which workers hold."""
-    rows = question.row_bytes
-    if not term.has_servers:
-        return memory._replace(parameters=memory.parameters + rows)
-    if term.server_processes:
-        rows /= term.server_processes // term.server_replicas
-        return memory._replace(servers=memory.servers + rows)
-    servers = 1 if term.needs_first_replica else question.replicas
-    return memory._replace(buffers=memory.buffers + rows / servers / question.each)
 
 
 @dataclass(frozen=True)

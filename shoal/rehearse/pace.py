@@ -18,7 +18,7 @@ from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.step.slow_workers import Unevenness
 from shoal.plan.step.step_price import weights_of
-from shoal.plan.sync_price.ps_links import Serving
+from shoal.plan.sync_price.servers import Serving
 from shoal.plan.workloads import Workload
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime.trace import COMPUTE, Recorder

@@ -15,10 +15,11 @@ from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.plan.contention.messages import Routes
-from shoal.plan.predict import PlanSettings, Predictor, price_of
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import Network, RankGroup, collective_time, group_places, hops
-from shoal.plan.sync_price import SyncPrice, SyncQuestion
+from shoal.plan.sync_price import SyncQuestion
+from shoal.plan.sync_price.price import SyncPrice, price_of
 from shoal.plan.workloads import Precision
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.schedules.collectives import Collective

@@ -1,12 +1,12 @@
-"""What it costs that replicas agree: one file for each way, found by the term's name."""
+"""What is asked about the replicas of a step, and what a device alone takes for it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import UPDATE_KERNELS, Device
@@ -16,30 +16,16 @@ from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.workloads import Precision, StoredRows
 from shoal.schedules.steps.catalog import step_of
 from shoal.schedules.steps.step import StepSchedule, What
-from shoal.schedules.steps.tensor_layout import Buckets, EvenLayout, Layout, TensorLayout
+from shoal.schedules.steps.tensor_layout import EvenLayout, Layout, TensorLayout
 from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.strategy.base import SyncTerm
 
-ROW_PASSES = 6  # of a row and its state, which are read and written, and of its gradient
 _ID_BYTES = 8  # of a row that is asked for
 _MOST_RANKS = 64  # whose steps are looked at
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
-NO_PART = Part("", 0.0, "")
-NO_MEMORY = DeviceMemory()
 _SHOWN = (What.PARAMETERS, What.GRADIENTS, What.OPTIMIZER)
 Made = TypeVar("Made")
-Timer = Callable[[float], CollectiveTime]  # of so many bytes
 Zero3 = Literal["shoal", "deepspeed"]  # whose zero(3): how it gathers
-
-
-class BucketTimes(NamedTuple):
-    """Buckets that are reduced one after the other."""
-
-    all_s: float
-    last: CollectiveTime
-    first_elements: float
-    elements: float
-    bound: str
 
 
 @dataclass(frozen=True)
@@ -154,9 +140,6 @@ class SyncQuestion:
         """Of the replicas of one device."""
         return self.network.collective(kind, self.group, num_bytes)
 
-    def send(self, num_bytes: float) -> CollectiveTime:
-        return self.network.send(self.group, num_bytes)
-
     @property
     def on_cores(self) -> bool:
         """Whether workers are CPU processes, which also do the copying and adding themselves."""
@@ -181,11 +164,6 @@ class SyncQuestion:
     def meetings_s(self, calls: int) -> float:
         """What CPU workers that compute between calls wait for each other in them."""
         return calls * self.device.meet_s if self.on_cores else 0.0
-
-    def waiting_price(self, *parts: Part, share: float = 1.0, **more: Any) -> SyncPrice:
-        """Of workers that all wait for the slowest; `share` of the update is done by each."""
-        parts = some(*parts, self.waiting_part(), self.update_part(share))
-        return SyncPrice(parts, spread_s=self.synchronous_spread(), **more)
 
     def update_part(self, share: float = 1.0) -> Part:
         """The optimizer reads gradients and state and writes state and parameters."""
@@ -247,13 +225,25 @@ class SyncQuestion:
             on_cpu=self.on_cores and self.on_one_host,
         )
 
-    def steps(self, term: SyncTerm) -> list[StepSchedule]:
+    def steps(self, term: SyncTerm, shares_weights: bool = True) -> list[StepSchedule]:
         """Of all replicas that differ: of many the first ones stand for the others."""
         differ: Any = term.mixing_graph
         if self.tensors is not None:  # a worker each that holds other tensors
             differ = differ or term.shards_state or getattr(term, "placement", "") == "workers"
-        ranks = range(min(self.replicas, _MOST_RANKS) if differ else 1)
-        return self.once(_steps, term, len(ranks), self.microbatches, self.workers)
+        ranks = min(self.replicas, _MOST_RANKS) if differ else 1
+        return self.once(_steps, term, ranks, self.microbatches, self.workers, shares_weights)
+
+    def busiest_step(self, term: SyncTerm) -> StepSchedule:
+        """What is priced: each exchange as the worker has it that exchanges most.
+
+        Calls were measured on workers that share no weights, so these are what is priced.
+        """
+        steps = self.steps(term, shares_weights=False)
+        exchanges = zip(*(step.exchanges for step in steps), strict=True)
+        return steps[0]._replace(
+            exchanges=tuple(max(of, key=lambda one: one.num_bytes) for of in exchanges),
+            updated=max(step.updated for step in steps),
+        )
 
     def memory(self, term: SyncTerm) -> DeviceMemory:
         """Of the fullest replica, without activations."""
@@ -272,10 +262,6 @@ class SyncQuestion:
         steps = self.steps(term)
         return sum(step.sent_bytes(self.replicas) for step in steps) / len(steps)
 
-    def rollback_part(self, every: int) -> Part:
-        """They are copied after every so many steps."""
-        return Part("copies", self.device.pass_s(2 * self.model.rollback) / every, "memory")
-
     def once(self, make: Callable[..., Made], *asked: Any) -> Made:
         """What is the same however long a replica computes, and in how many micro-batches."""
         more = (self.parameters, self.accumulates, self.is_stage, self.zero3_of)
@@ -284,36 +270,6 @@ class SyncQuestion:
         if key not in known:
             known[key] = make(self, *asked)
         return cast(Made, known[key])
-
-    def bucket_times(
-        self, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
-    ) -> BucketTimes:
-        """`following` times what a bucket adds to one that is under way."""
-        sizes = [bucket.elements * self.width for bucket in buckets]
-        met_s = self.meetings_s(1)
-        times = [timer(size) for size in sizes]
-        if met_s:
-            times = [took._replace(seconds=took.seconds + met_s) for took in times]
-        adds = times
-        if following is not None:
-            adds = [min(took, following(size)) for size, took in zip(sizes, times, strict=True)]
-        all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
-        all_s += times[-1].seconds - adds[-1].seconds
-        elements = sum(bucket.number * bucket.elements for bucket in buckets)
-        bound = _bound(buckets, adds)
-        return BucketTimes(all_s, times[-1], buckets[0].elements, elements, bound)
-
-    def exposed_buckets(self, times: BucketTimes, gathering_s: float = 0.0) -> tuple[float, str]:
-        """Seconds that are left of the last micro-batch's reduction, and what bounds it.
-
-        Weights are gathered beside backward, too, and first.
-        """
-        all_s, last, first, elements, bound = times
-        gathering_s *= 1 - self.device.overlap_cost
-        hiding_s = max(0.0, self.backward_s - gathering_s) * self.idle_share
-        hiding_s *= 1 - first / max(1.0, elements)  # the first bucket is ready after its share
-        left_s = self.beside_s(all_s, last.seconds, hiding_s)
-        return left_s, last.bound if all_s - hiding_s <= last.seconds else bound
 
     def beside_s(self, all_s: float, alone_s: float, hiding_s: float) -> float:
         """What communication adds to kernels that hide it, all but the call that is alone.
@@ -324,26 +280,19 @@ class SyncQuestion:
         rest_s = all_s - alone_s
         return alone_s + max(self.device.overlap_cost * rest_s, rest_s - hiding_s)
 
-    def buckets_in_turn(self, buckets: Sequence[Buckets], timer: Timer) -> tuple[float, str]:
-        """Seconds of a reduction that begins after backward; workers meet in its first call."""
-        times = [timer(bucket.elements * self.width) for bucket in buckets]
-        all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
-        return all_s + self.meetings_s(1), _bound(buckets, times)
 
-
-@dataclass(frozen=True)
-class SyncPrice:
-    """`parts` lengthen the step. Workers that do not wait have a rate of their own."""
-
-    parts: tuple[Part, ...]
-    convergence: str = ""
-    memory: DeviceMemory = NO_MEMORY  # without activations
-    sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
-    spread_s: tuple[float, float] = (0.0, 0.0)  # noise: how far steps lie below and above
-
-
-def _steps(question: SyncQuestion, term: SyncTerm, ranks: int, *unused: int) -> list[StepSchedule]:
-    return [step_of(term, question.model, question.replicas, rank) for rank in range(ranks)]
+def _steps(
+    question: SyncQuestion,
+    term: SyncTerm,
+    ranks: int,
+    microbatches: int,
+    workers: int,
+    shares_weights: bool,
+) -> list[StepSchedule]:
+    model = question.model
+    if not shares_weights:
+        model = replace(model, takes_slices=False, on_cpu=question.on_cores)
+    return [step_of(term, model, question.replicas, rank) for rank in range(ranks)]
 
 
 def update_s(
@@ -360,17 +309,3 @@ def update_s(
     kernels = UPDATE_KERNELS["sgd" if precision.state_bytes <= 4 else "adam"]
     launches_s = tensors * kernels * device.update_launch_s if device.synchronous else 0.0
     return device.update_pace * (moving_s + launches_s)
-
-
-def some(*parts: Part) -> tuple[Part, ...]:
-    """The parts that take time; an update is always one."""
-    return tuple(part for part in parts if part.seconds > 0 or part.name == "update")
-
-
-def _bound(buckets: Sequence[Buckets], times: Sequence[CollectiveTime]) -> str:
-    """Of the buckets that take longest together."""
-    pairs = zip(buckets, times, strict=True)
-    of, took = max(pairs, key=lambda pair: pair[0].number * pair[1].seconds)
-    if not took.messages:
-        return took.bound
-    return f"latency of {of.number * took.messages} messages"

@@ -15,17 +15,21 @@ from shoal.schedules.steps.step import (
     NO_WAIT,
     Exchange,
     Messages,
+    Passes,
     StepSchedule,
     Waits,
     What,
     When,
     held_of,
 )
-from shoal.schedules.steps.sums import header_of, slices_of
+from shoal.schedules.steps.sums import barrier_at, header_of, slices_of
 from shoal.schedules.steps.tensor_layout import Buckets
 from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.strategy.options import outer_settings
 
+_PASSES = 9  # of localsgd: difference (3), division (2), step from the agreement (2), its copy (2)
+_OUTER_PASSES = 4  # more, of an outer optimizer
+_READS = 2  # of weights that hogwild shares, in a step: forward and backward
 _STEP_COUNT_BYTES = 4  # of an outer Adam, for each fragment
 _PAGE_BYTES = 64
 _PAGES = 2  # a page that neighbours read is written in turns
@@ -64,7 +68,11 @@ def localsgd(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSch
             in_flight[first] += most_in_flight(of_these)
     sizes[What.IN_FLIGHT] = max(in_flight)
     exchanges = _localsgd_exchanges(term, model, replicas, fragments) if replicas > 1 else ()
-    return StepSchedule(held_of(sizes), exchanges, updated=layout.trained)
+    passes = _PASSES + (_OUTER_PASSES if term.outer else 0)
+    moved = [Passes("outer step", passes * model.weights, term.every)]
+    if term.elastic:
+        moved.append(Passes("copies", 2 * model.rollback, term.every))
+    return StepSchedule(held_of(sizes), exchanges, updated=layout.trained, passes=tuple(moved))
 
 
 def _outer_state(outer: str, model: WorkerModel, fragments: int) -> float:
@@ -80,7 +88,7 @@ def _localsgd_exchanges(
 ) -> tuple[Exchange, ...]:
     """The loss travels with the weights, where something waits for them at all."""
     delay = term.steps_under_way
-    loss = header_of(model, model.width)._replace(every=term.every)
+    loss = header_of(model, model.width)._replace(what=What.PARAMETERS, every=term.every)
     if term.compress is not None:
         sums = compressed_exchanges(
             term.compress,
@@ -110,7 +118,7 @@ def gossip(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSched
     waits = NO_WAIT if term.mode == "async" else Waits(neighbours=True)
     heard = _heard_by(term.graph, replicas, rank)
     calls = (Messages(heard.listeners, model.gradient_buffer),)
-    mixes = Exchange(What.PARAMETERS, "mix", calls, When.AFTER_UPDATE, waits)
+    mixes = Exchange(What.PARAMETERS, "mix", calls, When.AFTER_UPDATE, waits, graph=term.graph)
     returns = term.elastic and not term.lockstep
     if term.mode == "async":
         laid_out = sum(
@@ -143,12 +151,21 @@ def gossip(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSched
         mixes = mixes._replace(what=What.GRADIENTS, when=When.AFTER_BACKWARD)
         if shared is not None:
             mixes = slices_of(model)
+    if returns:
+        undone = Passes("copies", 2 * model.rollback)
+        ends = barrier_at(What.PARAMETERS, When.AFTER_UPDATE)
+        return StepSchedule(held_of(sizes), (mixes, ends), updated=trained, passes=(undone,))
     return StepSchedule(held_of(sizes), (mixes,), updated=trained)
 
 
 def hogwild(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedule:
     """Nothing is sent: all workers update one copy of the weights in shared memory."""
-    return StepSchedule(held_of(model.plain()), updated=model.layout.trained)
+    sizes = model.plain()
+    moved = (_READS + 2) * model.weights + model.gradient_buffer + 2 * model.whole_state
+    calls = (Messages(1, moved),)
+    shares = Exchange(What.PARAMETERS, "share", calls, When.AFTER_UPDATE, NO_WAIT)
+    exchanges = (shares,) if replicas > 1 else ()
+    return StepSchedule(held_of(sizes), exchanges, updated=model.layout.trained)
 
 
 class _Neighbours:

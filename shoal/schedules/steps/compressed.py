@@ -22,13 +22,13 @@ _INT8_CHUNK = 256
 _INT4_CHUNK = 64
 _ONEBIT_CHUNK = 512
 _TOPK_BLOCK = 65_536
+_POWERSGD_PASSES = 6.0
 _MOST_KEPT = 4  # topk: a sum has at most so many times the elements that a replica sends
 
 
 class Packed(NamedTuple):
     """Bytes of one sum over replicas."""
 
-    sent: float  # by one worker
     gradients: float  # packed, of one worker's own
     sums: float  # packed, of the sum of all
     passes: float  # how often packing and unpacking reads and writes the numbers
@@ -82,11 +82,11 @@ def packed_sum(compress: str, layout: Layout, where: slice, n: int) -> Packed:
     """The sum over n replicas of a slice of the buffer."""
     if (factors := factors_of(compress, layout, where)) is not None:
         message = 4 * sum(factors)
-        return Packed(2 * (n - 1) / n * message, message, message, 6.0)
+        return Packed(message, message, _POWERSGD_PASSES)
     shard = math.ceil((where.stop - where.start) / n)
     own = n * packed_bytes(compress, shard)
     sums = n * packed_bytes(sum_compress(compress, n), shard)
-    return Packed((n - 1) / n * (own + sums), own, sums, 4.0 if n == 1 else 4 + 2 / n)
+    return Packed(own, sums, 4.0 if n == 1 else 4 + 2 / n)
 
 
 class SliceMemory(NamedTuple):
@@ -140,6 +140,7 @@ def compressed_exchanges(
 ) -> tuple[Exchange, ...]:
     """The two stages of the sums of these slices."""
     if factors_of(compress, layout, slices[0].where) is not None:
+        passes = _POWERSGD_PASSES
         factors = [(one.number, factors_of(compress, layout, one.where)) for one in slices]
         sent = [(number, f) for number, f in factors if f is not None]
         stages = [
@@ -147,9 +148,12 @@ def compressed_exchanges(
             ("all_reduce", [Messages(number, 4 * f.right) for number, f in sent]),
         ]
     else:
+        passes = packed_sum(compress, layout, slices[0].where, replicas).passes
         packed = [(one.number, packed_sum(compress, layout, one.where, replicas)) for one in slices]
         stages = [
             ("all_to_all", [Messages(number, one.gradients) for number, one in packed]),
             ("all_gather", [Messages(number, one.sums) for number, one in packed]),
         ]
-    return tuple(Exchange(what, kind, tuple(calls), when) for kind, calls in stages)
+    first, second = (Exchange(what, kind, tuple(calls), when) for kind, calls in stages)
+    elements = sum(one.number * one.elements for one in slices)
+    return first._replace(packing=passes * elements * layout.width), second

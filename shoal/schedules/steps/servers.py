@@ -109,8 +109,9 @@ def _exchanges(
     pulled = model.weights if term.update == "server" else model.gradient_buffer
     answer = (Messages(1, 0.0 if is_read else pulled),)
     what = What.PARAMETERS if term.update == "server" else What.GRADIENTS
+    packing = 4 * model.gradient_buffer if term.compress is not None else 0.0
     return (
-        Exchange(What.GRADIENTS, "push", pushes, When.IN_BACKWARD, waits),
+        Exchange(What.GRADIENTS, "push", pushes, When.IN_BACKWARD, waits, packing=packing),
         Exchange(what, "pull", answer, When.AFTER_UPDATE, waits),
     )
 

@@ -11,6 +11,7 @@ with what its group counts as sent.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ class Waits(NamedTuple):
 
 
 NO_WAIT = Waits(replicas=0)
+BARRIER = "barrier"  # the kind of an exchange without bytes
 
 
 class Held(NamedTuple):
@@ -75,7 +77,10 @@ class Messages(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What the replicas of a worker send each other; `kind` is a collective, push, pull or mix."""
+    """What the replicas of a worker send each other.
+
+    `kind` is a collective, push, pull, mix, or share: of one memory, where nothing is sent.
+    """
 
     what: What
     kind: str
@@ -86,6 +91,10 @@ class Exchange(NamedTuple):
     delay: int = 0  # steps after which what has arrived is used
     times: float = 1.0  # in a step: of each micro-batch
     among: str = "dp"  # the axis of the mesh
+    algorithm: str | None = None  # of the collective; None: the cheapest one
+    graph: str = ""  # of those that mix
+    packing: float = 0.0  # bytes that are read and written to pack it, in a step
+    room: float = math.inf  # bytes of buckets under way, where a further one stops backward
 
     @property
     def num_bytes(self) -> float:
@@ -95,17 +104,23 @@ class Exchange(NamedTuple):
 
     def sent_bytes(self, ranks: int) -> float:
         """By a worker in a step: the mean over the ranks, by the schedule that sends the least."""
-        return (
-            _SENT.get(self.kind, 0.0 if self.kind == "pull" else 1.0)
-            * self.num_bytes
-            * ((ranks - 1) / ranks if self.kind in _SENT else 1.0)
-        )
+        if self.kind not in _SENT:
+            return 0.0 if self.kind in ("pull", "share") else self.num_bytes
+        return _SENT[self.kind] * self.num_bytes * (ranks - 1) / ranks
 
 
 _SENT = {  # of the bytes of a call, times (ranks - 1) / ranks
     **dict.fromkeys(("reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"), 1.0),
     "all_reduce": 2.0,
 }
+
+
+class Passes(NamedTuple):
+    """Bytes that a worker reads and writes beside its update."""
+
+    name: str  # of this part of the step
+    num_bytes: float
+    every: int = 1  # steps
 
 
 class StepSchedule(NamedTuple):
@@ -116,6 +131,12 @@ class StepSchedule(NamedTuple):
     updates: Where = Where.WORKER
     updated: float = 0.0  # elements of the parameters that this worker updates
     servers: tuple[float, ...] = ()  # bytes of each server process
+    passes: tuple[Passes, ...] = ()
+
+    @property
+    def waits(self) -> Waits:
+        """Of its first exchange; nobody waits for those that exchange nothing."""
+        return self.exchanges[0].waits if self.exchanges else Waits()
 
     def bytes_of(self, what: What) -> float:
         return sum(held.num_bytes for held in self.held if held.what is what)

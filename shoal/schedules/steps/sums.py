@@ -12,6 +12,8 @@ from shoal.schedules.buffer_layout import (
     FIRST_BUCKET_BYTES,
     LARGE_BYTES,
     held_shards,
+    room_elements,
+    sharded_bucket_bytes,
 )
 from shoal.schedules.steps.compressed import (
     compressed_exchanges,
@@ -20,8 +22,10 @@ from shoal.schedules.steps.compressed import (
     slice_memory,
 )
 from shoal.schedules.steps.step import (
+    BARRIER,
     Exchange,
     Messages,
+    Passes,
     Sizes,
     StepSchedule,
     What,
@@ -47,7 +51,8 @@ def ddp(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedule
     bucket_bytes = int(term.bucket_mb * (1 << 20))
     buckets = first_is_small(model, bucket_bytes)
     sizes: Sizes
-    exchanges: tuple[Exchange, ...] = (gradients_of(model, "all_reduce", buckets),)
+    reduced = gradients_of(model, "all_reduce", buckets)
+    exchanges: tuple[Exchange, ...] = (reduced._replace(algorithm=term.collective_algorithm),)
     if model.exact_microbatches is not None:
         sizes = model.exact(rank, replicas, bucket_bytes)
         exchanges = (subtrees_of(model, replicas),)
@@ -105,9 +110,14 @@ def zero(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedul
         sizes[What.GATHERED] = (
             layout.zero_gathered(replicas, held, model.is_cast) * model.parameter_bytes
         )
-    return StepSchedule(
-        held_of(sizes), _zero_exchanges(term, model, replicas, rank), updated=updated
-    )
+    exchanges = _zero_exchanges(term, model, replicas, rank)
+    passes = copies_into_buckets(model, _backwards(term, model)) if exchanges else ()
+    return StepSchedule(held_of(sizes), exchanges, updated=updated, passes=passes)
+
+
+def _backwards(term: Any, model: WorkerModel) -> int:
+    """How often gradients are reduced in a step."""
+    return model.microbatches if term.stage > 1 else 1
 
 
 def _zero_exchanges(
@@ -116,23 +126,33 @@ def _zero_exchanges(
     if replicas == 1:
         return ()
     layout = model.layout
-    passes = model.microbatches if term.stage > 1 else 1
+    passes = _backwards(term, model)
     if model.exact_microbatches is not None:
         exchanges = [subtrees_of(model, replicas)]
     else:
         reduced = gradients_of(model, "reduce", layout.zero_buckets(replicas))
         head = header_of(model, layout.header_size * model.width)
+        if term.stage > 1:  # zero(1) keeps all gradients until backward has ended
+            bucket_bytes = sharded_bucket_bytes(model.gradient_buffer, replicas)
+            room = room_elements(bucket_bytes, int(model.width))
+            reduced = reduced._replace(room=room * model.width)
         exchanges = [reduced._replace(times=passes), head._replace(times=passes)]
     shards = layout.shards(replicas)
     if copies := len(held_shards(rank, replicas, term.shard_copies)) - 1:
         own = (shards[rank].stop - shards[rank].start) * model.width
         sent = (Messages(copies, own),)
         exchanges.append(Exchange(What.GRADIENTS, "send", sent, When.AFTER_BACKWARD))
+    if term.elastic:
+        exchanges.append(barrier_at(What.GRADIENTS, When.AFTER_BACKWARD))
     body = layout.size - layout.offset
     if term.stage == 3:  # all but the first units are gathered in backward again
         share = layout.cast_share if model.is_cast else 1.0
-        gathered = (2 * body - layout.first_units) * model.parameter_bytes * share
-        units = (Messages(1, gathered),)
+        unit = min(layout.largest_unit, body) or body
+        gathered = unit * model.parameter_bytes * share
+        units = (
+            Messages(body / unit, gathered),
+            Messages((body - layout.first_units) / unit, gathered),
+        )
         exchanges.append(
             Exchange(
                 What.PARAMETERS, "all_gather", units, When.BEFORE_UNIT, times=model.microbatches
@@ -168,6 +188,7 @@ def mapreduce(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSc
             Exchange(What.PARAMETERS, "broadcast", weights, When.AFTER_UPDATE),
         ),
         updated=model.layout.trained if is_master else 0.0,
+        passes=copies_into_buckets(model),
     )
 
 
@@ -185,6 +206,17 @@ def without_header(model: WorkerModel, bucket: Buckets) -> Buckets:
 def gradients_of(model: WorkerModel, kind: str, buckets: Sequence[Buckets]) -> Exchange:
     calls = tuple(Messages(one.number, one.elements * model.width) for one in buckets)
     return Exchange(What.GRADIENTS, kind, calls, When.IN_BACKWARD)
+
+
+def copies_into_buckets(model: WorkerModel, times: int = 1) -> tuple[Passes, ...]:
+    """Of large gradients, which ddp leaves in their place on a CPU; a GPU copies meanwhile."""
+    if not (model.on_cpu and (copied := model.layout.in_place(LARGE_BYTES))):
+        return ()
+    return (Passes(What.GRADIENTS.value, times * 2 * copied * model.width),)
+
+
+def barrier_at(what: What, when: When) -> Exchange:
+    return Exchange(what, BARRIER, (Messages(1, 0.0),), when)
 
 
 def slices_of(model: WorkerModel) -> Exchange:

@@ -79,6 +79,10 @@ class EvenLayout:
     def first_units(self) -> float:
         return self.layer
 
+    @property
+    def largest_unit(self) -> float:
+        return self.layer
+
     def filled(self, num_bytes: float, first_bytes: float | None = None) -> list[Buckets]:
         """Buckets in the order in which backward fills them."""
         wanted = num_bytes / self.width
@@ -209,6 +213,11 @@ class TensorLayout(BufferLayout):
         """Elements of the root unit and of the first block, which zero(3) gathers once."""
         kept = set(self.units[:2])
         return sum(self.round_up(self.sizes[i]) for unit in kept for i in unit)
+
+    @property
+    def largest_unit(self) -> float:
+        """Elements of the unit that zero(3) gathers at a time."""
+        return max(sum(self.round_up(self.sizes[i]) for i in unit) for unit in self.units)
 
     def factors(self, rank: int, where: slice) -> Factors:
         """Of the tensors, or rows of them, in a slice."""

@@ -1,4 +1,4 @@
-"""What pushes and pulls take between workers and parameter servers.
+"""What pushes and pulls take between workers and parameter servers, and who waits for whom.
 
     shared memory   gradients lie where servers see them; each server adds up its slice with a core
                     of its own, and all of them share the host's memory bus
@@ -7,6 +7,13 @@
 
 The slowest of these sets the pace. `workers` as placement divides the model over all workers, and
 so does away with the incast.
+
+    sync          all wait for the slowest worker, and for the servers that take in all pushes
+    quorum        a step needs the first k pushes
+    staleness     workers are at most s steps apart
+    async         every worker goes at its own pace, until the servers are busy all the time
+
+Pushes go out while backward runs, in buckets; a compressed slice when it is complete.
 """
 
 from __future__ import annotations
@@ -18,10 +25,15 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
-from shoal.plan.sync_price import ROW_PASSES, SyncQuestion, update_s
+from shoal.plan.prediction import Part
+from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
+from shoal.plan.sync_price import SyncQuestion, update_s
 from shoal.runtime.memory_limit import most_server_threads, server_threads
-from shoal.schedules.steps.servers import push_bytes, shares_weights
+from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
+from shoal.schedules.steps.step import StepSchedule, Where
+from shoal.strategy.base import SyncTerm
 
+ROW_PASSES = 6  # of a row and its state, which are read and written, and of its gradient
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
 
 
@@ -40,6 +52,10 @@ class Serving:
 
     term: Any
     question: SyncQuestion
+
+    @cached_property
+    def step(self) -> StepSchedule:
+        return self.question.busiest_step(self.term)
 
     @property
     def servers(self) -> int:
@@ -60,23 +76,13 @@ class Serving:
             return self.processes
         return -(-self.question.workers // self.question.node.devices)
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether workers of the host use the weights where the servers keep them."""
-        return shares_weights(self.term, self.question.model)
-
     @cached_property
     def push_bytes(self) -> float:
         """What a worker pushes in a step."""
-        return push_bytes(self.term, self.question.model, self.servers)
+        return self._bytes_of("push")
 
-    @property
-    def pulled_bytes(self) -> float:
-        """Weights, or sums; nothing where workers of the host use the servers' own memory."""
-        question = self.question
-        if question.on_one_host and self.shares_weights:
-            return 0.0
-        return question.buffer_bytes if self.term.update == "worker" else question.parameter_bytes
+    def _bytes_of(self, kind: str) -> float:
+        return sum(one.num_bytes for one in self.step.exchanges if one.kind == kind)
 
     def _traffic(self, message_bytes: float) -> tuple[float, float]:
         """Bytes that leave a worker for servers elsewhere, and come into the busiest server."""
@@ -96,7 +102,7 @@ class Serving:
         return self._way(self.push_bytes, self._push_passes // copies)
 
     def pull(self) -> Way:
-        return self._way(self.pulled_bytes, 2)
+        return self._way(self._bytes_of("pull"), 2)
 
     def rows(self) -> Way | None:
         """Pulls of rows before a forward, and pushes of their gradients after the last backward."""
@@ -266,3 +272,142 @@ class Serving:
         if self.term.placement == "workers":
             into_rack /= racks
         return into_rack / cluster.uplink_bytes_per_s
+
+
+def served_parts(term: SyncTerm, question: SyncQuestion) -> tuple[Part, ...]:
+    serving = Serving(term, question)
+    step = serving.step
+    rows = serving.rows()
+    if term.lockstep or step.waits.replicas:
+        parts = _in_step(serving)
+    elif question.replicas > 1 and serving.has_measured_pushes:
+        parts = _measured(serving)
+    else:
+        parts = _relaxed(serving)
+    if rows is not None:
+        rows_s = (
+            rows.seconds if term.lockstep else max(rows.alone_s, rows.service_s * question.replicas)
+        )
+        parts += (Part("rows", rows_s, rows.bound),)
+    if packing := sum(exchange.packing for exchange in step.exchanges):
+        parts += (Part("compress", question.device.pass_s(packing), "memory"),)
+    return parts
+
+
+def _in_step(serving: Serving) -> tuple[Part, ...]:
+    """All push at the same time, and pull at the same time, whether or not all are waited for."""
+    question = serving.question
+    up, down = serving.push(), serving.pull()
+    # buckets go out during backward; one server's compressed slice only when it has ended
+    hidden_s = question.hidden_s
+    if any(exchange.packing for exchange in serving.step.exchanges):
+        hidden_s *= 1 - 1 / serving.servers
+    bucket_s = up.seconds * min(1.0, PUSH_BUCKET_BYTES / max(1.0, question.buffer_bytes))
+    push_s = min(up.seconds, max(up.seconds - hidden_s, bucket_s))
+    if question.latest_s and serving.term.lockstep:  # what the others push is there already
+        last = question.late_s.count(question.latest_s) / question.replicas
+        push_s = max(last * push_s, push_s - question.latest_s)
+    waiting = question.waiting_part()
+    if not serving.term.lockstep:
+        waiting = Part("stragglers", _waits_s(serving), "noise of workers")
+    update = question.update_part()
+    if serving.step.updates is Where.SERVER:
+        update = Part("update", serving.update_s(), "memory of the servers")
+    return (
+        Part("push", push_s, up.bound),
+        Part("chain", serving.chain_s(), "hops of the chain"),
+        Part("pull", down.seconds, down.bound),
+        Part("requests", _answers_s(question)[0], "latency of the servers"),
+        waiting,
+        update,
+    )
+
+
+def _answers_s(question: SyncQuestion) -> tuple[float, float]:
+    """What answers take whatever their bytes: of a step that waits, and of a server's time."""
+    times = (question.device.served_step_s, question.device.request_s)
+    return times if question.on_one_host else (0.0, 0.0)
+
+
+def _relaxed(serving: Serving) -> tuple[Part, ...]:
+    """Each push and pull by itself; an update follows each push."""
+    question = serving.question
+    up, down = serving.push(), serving.pull()
+    update_s = serving.update_s()
+    hidden_s = min(question.hidden_s, up.alone_s)
+    answer_s = _answers_s(question)[1]
+    service_s = question.each * (up.service_s + down.service_s + answer_s) + update_s
+    requests = (
+        Part("push", up.alone_s - hidden_s, up.bound),
+        Part("chain", serving.chain_s(), "hops of the chain"),
+        Part("pull", down.alone_s, down.bound),
+        Part("requests", answer_s, "latency of the servers"),
+        Part("update", update_s, "memory of the servers"),
+    )
+    return _in_turn(serving, requests, service_s, hidden_s)
+
+
+def _measured(serving: Serving) -> tuple[Part, ...]:
+    """From the time of asynchronous pushes on this host, with an update for each of them."""
+    each = serving.question.each
+    more_s = max(0.0, serving.update_s() - serving.momentum_update_s())
+    requests = (
+        Part("push and pull", each * serving.measured_push_s(), "memory of the host"),
+        Part("requests", each * _answers_s(serving.question)[1], "latency of the servers"),
+        Part("update", more_s, "memory of the servers"),
+    )
+    return _in_turn(serving, requests, sum(part.seconds for part in requests))
+
+
+def _in_turn(
+    serving: Serving, requests: tuple[Part, ...], service_s: float, hidden_s: float = 0.0
+) -> tuple[Part, ...]:
+    """A worker's own way of a step, how long it waits for others, and for busy servers."""
+    question = serving.question
+    waits_s = _waits_s(serving)
+    taken_s = serving.taken_cores_s(service_s)
+    away_s = question.compute_s + waits_s + taken_s - hidden_s
+    request_s = sum(part.seconds for part in requests) + hidden_s
+    if not serving.step.waits.steps:
+        more_s = question.mean_step_s(away_s + request_s) - away_s - request_s
+        away_s, waits_s = away_s + more_s, waits_s + more_s
+    # a link carries pushes and pulls at the same time: two queues
+    queues = 1 if question.on_one_host else 2
+    cycle_s = _cycle_s(question.replicas, away_s, request_s / queues, service_s / queues, queues)
+    return (
+        Part("cores", taken_s, "cores shared with servers"),
+        *requests,
+        Part("stragglers", waits_s, "noise of workers"),
+        Part("servers", cycle_s - away_s - request_s, "queue in front of the servers"),
+    )
+
+
+def _cycle_s(workers: int, away_s: float, request_s: float, service_s: float, queues: int) -> float:
+    """From one request of a worker to its next; times are of one of equal queues.
+
+    A request takes `request_s` where no other is on its way, which is longer than what it takes
+    of all servers together: a worker's own NIC is narrower than theirs. So many requests, and not
+    just one, are served side by side.
+    """
+    beside = max(1.0, request_s / service_s) if service_s > 0 else float(workers)
+    turns = max(1.0, workers / beside)
+    few = math.floor(turns)
+    least_s = queue_cycle_s(few, away_s, request_s, queues)
+    more_s = queue_cycle_s(few + 1, away_s, request_s, queues)
+    between_s = least_s + (turns - few) * (more_s - least_s)
+    return max(between_s, workers * service_s)
+
+
+def _waits_s(serving: Serving) -> float:
+    """How much a worker's computing, and its waiting for others, take longer than they would."""
+    waits, question = serving.step.waits, serving.question
+    noise, replicas, each = question.cluster.noise, question.replicas, question.each
+    if waits.replicas:
+        needed, quick = int(waits.replicas), replicas - len(question.late_s)
+        late_s = sorted(question.late_s)[needed - quick - 1] if needed > quick else 0.0
+        pace = quorum_pace(noise, max(quick, needed), needed, each)
+        return (pace - 1) * question.compute_s + late_s
+    if waits.steps:  # in the end all have the pace of the slowest
+        pace = staleness_pace(noise, replicas, waits.steps, each)
+        return max((pace - 1) * question.compute_s, question.latest_s)
+    return (own_pace(noise, each) - 1) * question.compute_s
