@@ -21,6 +21,7 @@ WAYS_TO_WAIT = (
     *("ddp", "localsgd(every=8)", 'gossip(graph="ring")', 'gossip(graph="ring", mode="async")'),
     *("hogwild(momentum=True)", "ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
 )
+_APART = 1.2  # how much faster than the slowest worker another one may be to be no news
 INTERRUPTED = "interrupted"  # why a run has no result after a signal
 
 
@@ -47,7 +48,7 @@ def target_loss_of(text: str | None) -> float | None:
 def speed_table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     """Speeds and traffic; columns that say nothing of any strategy are left out."""
     columns: dict[str, Callable[[RunOutcome], str | None]] = {
-        "steps/s": lambda o: _shown(o.steps_per_s, "{:,.1f}".format),
+        "steps/s": _speed,
         "CPU a\nstep": lambda o: _shown(o.cpu_s_per_step, show_seconds),
         "speed-\nup": lambda o: _shown(o.speed_up, "{:.2f}×".format),
         "spread": lambda o: (
@@ -97,6 +98,13 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
     table = plain_table("", [*heads, *late, *last], rows, left=1)
     table.columns[-1].justify, table.columns[0].overflow = "left" if last else "right", "fold"
     return table
+
+
+def _speed(one: RunOutcome) -> str | None:
+    """The mean of the workers, with the slowest and the fastest where they are far apart."""
+    mean = _shown(one.steps_per_s, "{:,.1f}".format)
+    low, high = one.steps_per_s_between or (0.0, 0.0)
+    return f"{mean}\n{low:,.1f}–{high:,.1f}" if mean and high > _APART * low else mean
 
 
 def _shown(value: float | None, show: Callable[[float], str]) -> str | None:

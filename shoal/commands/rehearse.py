@@ -42,6 +42,7 @@ from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.profile import profiled
 from shoal.plan.step.slow_workers import Unevenness
 from shoal.runtime.faults import read_kills, read_slow
+from shoal.runtime.lazy_dynamo import load_when_used
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
 
@@ -131,6 +132,7 @@ def rehearse(
     """
     from shoal.rehearse.pace import uneven_of  # loads torch
 
+    load_when_used()
     files = WorkersOptions(trace=trace, record=record).files
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
     if any(as_strategy(name) == as_strategy("single") for name in strategy or ()):

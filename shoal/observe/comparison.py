@@ -69,6 +69,7 @@ class RunOutcome:
     first_loss: float | None = None
     evaluated: dict[str, float] | None = None
     steps_per_s: float | None = None
+    steps_per_s_between: tuple[float, float] | None = None  # of the slowest and the fastest worker
     samples_per_s: float | None = None  # of all workers, as is the next
     cpu_s_per_step: float | None = None
     speed_up: float | None = None  # the median of the next, if they agree and workers can do that
@@ -196,6 +197,8 @@ def outcome_from(
     training = _mean([fmean(losses) for losses in last])
     loss = evaluated.get("loss", training)
     rates = [r["samples_per_s"] for r in reports if r["samples_per_s"] is not None]
+    paces = [r["steps_per_s"] for r in reports if r["steps_per_s"] is not None]
+    has_paces = paces and batches is not Batches.IN_TURNS
     sent = [sent_bytes(run, report["sync"], report.get("group_bytes")) for report in reports]
     times = _times(spans, reports)
     speed = steps_per_s(reports, batches is Batches.IN_TURNS)
@@ -212,6 +215,7 @@ def outcome_from(
         first_loss=_finite(_mean([r["losses"][0] for r in reports if r["losses"]])),
         evaluated=evaluated or None,
         steps_per_s=speed,
+        steps_per_s_between=(min(paces), max(paces)) if has_paces else None,
         samples_per_s=sum(rates) if rates else None,
         cpu_s_per_step=sum(r["cpu_s_per_step"] or 0.0 for r in reports) or None,
         bytes_sent=_mean([count for count in sent if count is not None]),

@@ -76,6 +76,10 @@ class _Placeholder(_Module, MetaPathFinder, Loader):
         spec.loader_state = found, found.__spec__
         return spec
 
+    def find_distributions(self, *_: object) -> tuple[()]:
+        """None; importlib.metadata asks every finder."""
+        return ()
+
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module, spec.loader_state = spec.loader_state
         return module  # type: ignore[no-any-return]

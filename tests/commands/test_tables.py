@@ -68,6 +68,14 @@ def test_compare() -> None:
     assert text.startswith("gossip(graph=")
 
 
+def test_a_speed_of_unlike_workers_has_the_slowest_and_the_fastest() -> None:
+    for between, shown in (((4.0, 16.1), True), ((9.5, 10.5), False), (None, False)):
+        one = RunOutcome("ps", 4, steps=10, steps_per_s=10.0, steps_per_s_between=between)
+        lines = lines_of(speed_table([one], "gpt"))
+        assert ("4.0–16.1" in "\n".join(lines)) is shown
+        assert_on_one_line(lines, "ps", "10.0")
+
+
 def test_the_straggler_table_breaks_no_default_strategy() -> None:
     names = [str(as_strategy(text)) for text in WAYS_TO_WAIT]
     outcomes = [

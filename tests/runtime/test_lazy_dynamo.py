@@ -22,6 +22,7 @@ step()
 optimizer.load_state_dict(optimizer.state_dict())
 torch._dynamo.trace_rules.clear_lru_cache()
 import inspect; inspect.getmodule(step)
+import importlib.metadata; importlib.metadata.version("torch")
 assert "torch._dynamo.config" not in sys.modules, "loaded by an optimizer"
 disabled = torch.optim.Optimizer.add_param_group.__wrapped__
 assert disabled.__dynamo_disable is disabled
