@@ -132,7 +132,6 @@ def rehearse(
     """
     from shoal.rehearse.pace import uneven_of  # loads torch
 
-    load_when_used()
     files = WorkersOptions(trace=trace, record=record).files
     names = strategies_of(strategy or WAYS_TO_WAIT, workers)
     if any(as_strategy(name) == as_strategy("single") for name in strategy or ()):
@@ -217,6 +216,8 @@ class _Stage:
     def rehearse_script(self, words: list[str], names: Sequence[str], until: float | None) -> None:
         """Run a script up to `shoal.run`, and rehearse its training function from there."""
         from shoal.commands.script_worker import run_script
+
+        load_when_used()
 
         def all_strategies(train: Any) -> None:
             for name in names:

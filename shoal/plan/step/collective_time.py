@@ -215,12 +215,6 @@ def collective_time(
     return _called(cluster, min([*rings, *trees]))
 
 
-def takes_trees(cluster: Cluster, group: RankGroup, num_bytes: float) -> bool:
-    """Whether an all-reduce is faster over trees of nodes than in rings."""
-    rings, trees = _ways(cluster, "all_reduce", group, num_bytes) if group.size > 1 else ([], [])
-    return bool(trees) and min(trees) < min(rings)
-
-
 def _ways(
     cluster: Cluster, kind: str, group: RankGroup, num_bytes: float
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
