@@ -276,10 +276,11 @@ def _resolve(
     workload: Workload, strategy: Strategy, chosen: tuple[Layout, SyncTerm], settings: PlanSettings
 ) -> ResolvedStep:
     layout, term = chosen
-    if settings.recompute == "selective" and not workload.limits.selective_recompute:
+    is_by_operation = settings.recompute not in ("none", "full")
+    if is_by_operation and not workload.limits.selective_recompute:
         raise BadInput(
-            f"--recompute selective is for transformers by name or sizes: the trace of "
-            f"{workload.name} does not show what a checkpoint of attention would keep; full does"
+            f"--recompute {settings.recompute} is for transformers by name or sizes: the trace of "
+            f"{workload.name} does not show what each operation keeps; full says it of all"
         )
     shares_rows = term.has_servers and layout.replicas == layout.workers
     if workload.row_tables and layout.workers > 1 and not shares_rows:
