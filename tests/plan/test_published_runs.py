@@ -40,6 +40,13 @@ def test_zero_3_is_bound_by_one_nic_of_a_node() -> None:
     assert max(map(abs, errors)) < 0.25
 
 
+def test_zero_3_of_shoal_gathers_over_all_nics_of_a_node() -> None:
+    predictor = Predictor(transformer_named("llama-2-7b"), load_cluster("dgx-a100").of_size(64))
+    parts = predictor.predict(as_strategy("zero(3)"), 64, PlanSettings(1024)).parts
+    (bound,) = [part.bound for part in parts if part.name == "weights"]
+    assert "Tb/s" in bound and "one InfiniBand" not in bound
+
+
 def test_deepseek_v3_takes_about_what_its_report_says() -> None:
     """180,000 hours of an H800 a trillion tokens: 19.9 s a step of 15,360 samples on 2,048."""
     model = transformer_named("deepseek-v3,precision=fp8")
