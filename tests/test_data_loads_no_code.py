@@ -57,6 +57,8 @@ def payload(tmp_path: Path) -> str:
         'pp(2, schedule="{}")',
         'pp(2, schedule="{}", microbatches=4)',
         'ddp(algorithm="{}")',
+        "{}",
+        "{}(every=2) + pp(2)",
         'gossip(graph="pipe.txt")',  # to open it would wait for a writer
     ],
 )

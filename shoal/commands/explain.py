@@ -24,11 +24,14 @@ from shoal.launch.rank.auto import read_trace
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.step.collective_time import Network, group_of
 from shoal.plan.sync_price import SyncQuestion
-from shoal.plan.sync_price.price import price_of
 from shoal.plan.workloads import Precision
 from shoal.runtime import svg as drawing
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
+from shoal.schedules.steps.catalog import step_of
+from shoal.schedules.steps.step import Exchange, What, When, Where
+from shoal.schedules.steps.tensor_layout import EvenLayout
+from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import AXES, Layout, Strategy, as_strategy
 
@@ -47,36 +50,55 @@ _CLASSES = {  # of table 11.2.1
 }
 
 
-# of each way to synchronize: the last three steps of a worker, and of a server; what is sent, how
-_WAYS: dict[str, tuple[list[str], list[str]]] = {
-    "single": (["-, weights, -"], []),
-    "ddp": (["all-reduce, own copy, -"], ["gradients: all_reduce"]),
-    "zero": (["to owners, own shard, broadcast"], ["gradients, weights: reduce, broadcast"]),
-    "ps": (["push, -, pull", "add up, weights, send"], ["gradients: push", "weights: pull"]),
-    "mapreduce": (
-        ["reduce to 0, at worker 0, broadcast"],
-        ["gradients, weights: reduce, broadcast"],
-    ),
-    "gossip": (["-, own copy, mix"], ["weights: send to neighbours"]),
-    "localsgd": (["-, own copy, mean"], ["weights: all_reduce"]),
-    "hogwild": (["-, shared copy, -"], []),
-}
+_VERBS = {"all_reduce": "all-reduce", "all_to_all": "to owners", "reduce": "to owners"}
+_REPLICAS = 4  # whose steps show what each does
+_SMALL = 0.01  # of what is sent of a kind: headers
+_NUMBERS = 1e6  # of the model whose steps are looked at where no script is named
+
+
+def _some_model() -> WorkerModel:
+    layout = EvenLayout(_NUMBERS, layer=_NUMBERS / 8, pair=_NUMBERS / 4)
+    return WorkerModel(layout, state=[0.0], on_one_host=False)
 
 
 def five_steps(term: SyncTerm) -> list[list[str]]:
     """What a worker does in each step of SGD, and a server where there is one."""
-    first, found = ["forward", "backward"], [way.split(", ") for way in _WAYS[term.name][0]]
-    if getattr(term, "stage", 0) == 3:
-        first, found[0][2] = ["gather, forward", "gather, backward"], "-"
-    if getattr(term, "update", "") == "worker":
-        found[0][1], found[1][1] = "own copy", "-"
-    if term.has_servers and not term.adds_up:
-        found[1][0] = "each push alone"
-    if term.meets_every:
-        found[0][2] = f"mean, {_meetings(term)} of {term.meets_every}"
-        if ago := getattr(term, "steps_under_way", 0):
-            found[0][2] += f", sent {counted(ago, 'step')} before"
-    return [first + found[0], *(["-", "-", *server] for server in found[1:])]
+    replicas = 1 if term.name == "single" else _REPLICAS
+    step, *others = (step_of(term, _some_model(), replicas, rank) for rank in range(replicas))
+    passes = ["forward", "backward"]
+    reduces, pulls = ["-"], ["-"]
+    for one in sorted(step.exchanges, key=lambda one: -one.num_bytes):
+        if one.when is When.BEFORE_UNIT:
+            passes = ["gather, forward", "gather, backward"]
+        elif one.kind == "pull" or one.what is What.PARAMETERS:
+            pulls.insert(-1, _verb(one, term))
+        else:
+            reduces.insert(-1, _verb(one, term))
+    update = "own copy" if step.exchanges else "weights"
+    if step.updates is Where.SERVER:
+        update = "-"
+    elif others and step.updated > others[0].updated == 0:
+        update = "at worker 0"
+        reduces[0] = f"{reduces[0]} at 0".replace("to owners at", "reduce to")
+    elif step.updated < _NUMBERS:
+        update = "own shard"
+    if pulls[0] == "share":
+        update = "shared copy"
+        pulls[0] = "-"
+    lanes = [[*passes, reduces[0], update, pulls[0]]]
+    if term.has_servers:
+        adds = "add up" if term.adds_up else "each push alone"
+        lanes.append(["-", "-", adds, "weights" if update == "-" else "-", "send"])
+    return lanes
+
+
+def _verb(exchange: Exchange, term: SyncTerm) -> str:
+    words = _VERBS.get(exchange.kind, exchange.kind)
+    if exchange.kind == "all_reduce" and exchange.what is What.PARAMETERS:
+        words = "mean"
+    if term.meets_every or exchange.every > 1:
+        words += f", {_meetings(term)} of {exchange.every}"
+    return words + (f", sent {counted(exchange.delay, 'step')} before" if exchange.delay else "")
 
 
 def _meetings(term: SyncTerm) -> int:
@@ -241,21 +263,14 @@ def exchanges(
     """
     layout = strategy.layout(workers)
     term = strategy.sync_for(layout.replicas)
-    sync: float | None = None
-    pulled: float | None = None
+    question: SyncQuestion | None = None
     inside: dict[tuple[str, str], float] = {}
     if traced is not None:
-        sync, pulled, inside = _bytes(strategy, workers, traced)
+        question, inside = _traced(strategy, workers, traced)
     elif stages:
-        sync, pulled = _bytes_of_parameters(term, layout, stages)
-    for way in _WAYS[term.name][1] if layout.replicas > 1 or term.has_servers else ():
-        what, how = way.split(": ")
-        how += f" by {term.collective_algorithm}" if term.collective_algorithm else ""
-        if term.meets_every:
-            how += f", {counted(_meetings(term), 'step')} of {term.meets_every}"
-        if getattr(term, "stage", 0) == 3:
-            how = "reduce, all_gather twice"
-        yield ExplainedExchange(what, how, layout.lines("dp"), pulled if how == "pull" else sync)
+        question = _of_parameters(layout, stages)
+    if layout.replicas > 1 or term.has_servers:
+        yield from _between_replicas(term, layout, question)
     for (axis, kind), num_bytes in inside.items():
         what, how = kind.split(": ")
         yield ExplainedExchange(what, how, layout.lines(axis), num_bytes)
@@ -264,10 +279,44 @@ def exchanges(
             yield ExplainedExchange("activations", f"of {axis}", layout.lines(axis), None)
 
 
-def _bytes(
+def _between_replicas(
+    term: SyncTerm, layout: Layout, question: SyncQuestion | None
+) -> Iterator[ExplainedExchange]:
+    """What is exchanged of gradients, and of weights; the mean over workers."""
+    replicas = layout.replicas
+    steps = [step_of(term, _some_model(), replicas, 0)]
+    if question is not None:
+        steps = question.steps(term)
+    sizes: dict[tuple[str, bool], dict[str, float]] = {}
+    for one in (one for step in steps for one in step.exchanges):
+        num_bytes = one.sent_bytes(replicas)
+        if one.kind == "pull":
+            num_bytes = 1.0 if question is None else question.buffer_bytes
+        if num_bytes:
+            named = "gradients" if one.what is What.GRADIENTS else "weights"
+            kinds = sizes.setdefault((named, one.kind == "pull"), {})
+            how = _how(one, term)
+            kinds[how] = kinds.get(how, 0.0) + num_bytes / len(steps)
+    for (named, _), kinds in sizes.items():
+        sent = sum(kinds.values())
+        shown = [how for how, num_bytes in kinds.items() if num_bytes >= _SMALL * sent]
+        known = None if question is None else sent
+        yield ExplainedExchange(named, ", ".join(shown), layout.lines("dp"), known)
+
+
+def _how(exchange: Exchange, term: SyncTerm) -> str:
+    how = "send to neighbours" if exchange.kind == "mix" else exchange.kind
+    how += f" by {exchange.algorithm}" if exchange.algorithm else ""
+    how += " twice" if exchange.when is When.BEFORE_UNIT else ""
+    if exchange.every > 1:
+        how += f", {counted(_meetings(term), 'step')} of {exchange.every}"
+    return how
+
+
+def _traced(
     strategy: Strategy, workers: int, traced: Subject
-) -> tuple[float, float, dict[tuple[str, str], float]]:
-    """Of the fullest stage, in a step: sent to other replicas, its weights, sent inside its own."""
+) -> tuple[SyncQuestion, dict[tuple[str, str], float]]:
+    """The fullest stage, and what is sent in a step inside of its replica."""
     cluster = load_cluster("dgx-a100")
     node = replace(cluster.node, devices=workers)
     predictor = Predictor(traced.workload, replace(cluster, node=node, nodes=1))
@@ -277,7 +326,6 @@ def _bytes(
     pricer = predictor.pricer(workers)
     priced = pricer.price(*resolved)
     question = predictor.question(pricer, resolved, priced, settings)
-    term = strategy.sync_for(layout.replicas)
     table, stages = pricer.dealt(layout, split, shape)
     found: dict[tuple[str, str], float] = {}
     if layout.pp > 1:
@@ -296,18 +344,16 @@ def _bytes(
         if size > 1:
             shared = (question.parameters - own) * question.precision.gradient_bytes
             found[axis, "gradients: all_reduce"] = 2 * (size - 1) / size * shared
-    return price_of(term, question).sent_bytes, question.buffer_bytes, found
+    return question, found
 
 
-def _bytes_of_parameters(
-    term: SyncTerm, layout: Layout, stages: Sequence[Mapping[str, Any]]
-) -> tuple[float, float]:
-    """Of the fullest stage, in a step: sent to other replicas, its weights."""
+def _of_parameters(layout: Layout, stages: Sequence[Mapping[str, Any]]) -> SyncQuestion:
+    """The fullest stage."""
     cluster = load_cluster("dgx-a100")
     node = replace(cluster.node, devices=layout.workers)
     fullest = max(stages, key=lambda stage: float(stage["numel"]))
     precision = Precision(parameter_bytes=fullest["width"], gradient_bytes=fullest["width"])
-    question = SyncQuestion(
+    return SyncQuestion(
         Network(replace(cluster, node=node, nodes=1)),
         group_of(layout, "dp"),
         fullest["numel"],
@@ -319,7 +365,6 @@ def _bytes_of_parameters(
         is_stage=layout.pp > 1,
         adds_up=layout.ep > 1,
     )
-    return price_of(term, question).sent_bytes, question.buffer_bytes
 
 
 def _lanes(strategy: Strategy, layout: Layout, servers: int) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from shoal.runtime import trace
 from shoal.runtime.decoders import convert
 from shoal.runtime.run_dir import RECORDED_REPORT, RECORDED_TRACE, read
 from shoal.runtime.trace import Process, Span, Trace
-from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.strategy.strategy import Strategy, recorded
 
 _MAX_BYTES = 1 << 30
 
@@ -59,7 +59,7 @@ class RecordedRun:
     @cached_property
     def named(self) -> Strategy:
         """The strategy as the record has it: only `strategy` may be built from."""
-        return as_strategy(str(self.report["strategy"]))
+        return recorded(str(self.report["strategy"]))
 
     @cached_property
     def strategy(self) -> Strategy:

@@ -35,6 +35,7 @@ class Term:
 
     compared: ClassVar[tuple[str, ...]]  # what `shoal compare` runs of it by default
     role: ClassVar[str]  # "sync", "tp", "pp", "ep" or "cp": a strategy has at most one of each
+    source: ClassVar[str | None] = None  # FILE.py:NAME of a user's own
     join: ClassVar[Callable[[Sequence[Any]], Any]]  # makes a Strategy; set by shoal.strategy
 
     def __init_subclass__(cls, role: str | None = None, abstract: bool = False) -> None:
@@ -59,7 +60,7 @@ class Term:
 
     @property
     def name(self) -> str:
-        return type(self).__name__.lower()
+        return type(self).source or type(self).__name__.lower()
 
     def without_files(self: _Term) -> _Term:
         """With the defaults of the options that name a file of the user."""

@@ -28,6 +28,7 @@ from shoal.strategy.options import clip, show, whole
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
 from shoal.strategy.sync_terms import Ddp, Single
 from shoal.strategy.terms import TERMS
+from shoal.strategy.user_terms import load_term, stand_ins, unread_term
 
 _ROLES = ("sync", "tp", "pp", "ep", "cp")
 _SINGLE = Single()
@@ -248,15 +249,30 @@ class Strategy:
 
 
 def as_strategy(value: str | Strategy | Term) -> Strategy:
-    """A strategy from its text, one of its terms, or itself."""
+    """A strategy from its text, which a user has given, one of its terms, or itself."""
     if isinstance(value, Strategy):
         return value
     return _join([value]) if isinstance(value, Term) else parse(value)
 
 
 def parse(text: str) -> Strategy:
-    """Read the notation. Every failure is a StrategyError of one sentence."""
-    return _join(read_terms(text, TERMS))
+    """Read the notation; files that it names as terms are run: see `recorded`.
+
+    Every failure is a StrategyError of one sentence.
+    """
+    return _join(_read(text, load_term))
+
+
+def recorded(text: str) -> Strategy:
+    """A strategy that a file names, and no user: a term of a file is not loaded."""
+    return _join(_read(text, unread_term))
+
+
+def _read(text: str, load: Callable[[str], Any]) -> list[Any]:
+    if not isinstance(text, str) or ".py:" not in text:
+        return read_terms(text, TERMS)
+    text, files = stand_ins(text)
+    return read_terms(text, {**TERMS, **{name: load(file) for name, file in files.items()}})
 
 
 def _join(values: Sequence[Term | Strategy]) -> Strategy:
@@ -381,11 +397,14 @@ def _read_term(node: ast.expr, terms: Terms) -> Any:
     if head.id not in terms:
         hint = hint_for(head.id) or _nearest(head.id, terms, "strategies")
         raise StrategyError(f"unknown strategy '{clip(head.id)}'; {hint}")
-    given = _read_options(head.id, node, terms) if isinstance(node, ast.Call) else {}
-    make: Callable[..., Any] = terms[head.id]
-    for option in fields(terms[head.id]):
+    make: Any = terms[head.id]
+    if isinstance(make, Term):  # of a file that is not read
+        return make
+    name = getattr(make, "source", None) or head.id
+    given = _read_options(name, node, make) if isinstance(node, ast.Call) else {}
+    for option in fields(make):
         if option.default is MISSING and option.name not in given:
-            raise StrategyError(f"{head.id} needs a {option.name}, as in {head.id}(2)")
+            raise StrategyError(f"{name} needs a {option.name}, as in {name}(2)")
     return make(**given)
 
 
@@ -395,9 +414,9 @@ def _name_of(node: ast.expr) -> ast.expr:
     return ast.Name(text) if hint_for(text) is not None else node
 
 
-def _read_options(name: str, call: ast.Call, terms: Terms) -> dict[str, object]:
-    options = [f.name for f in fields(terms[name])]
-    unnamed = [f.name for f in fields(terms[name]) if not f.kw_only]
+def _read_options(name: str, call: ast.Call, make: Any) -> dict[str, object]:
+    options = [f.name for f in fields(make)]
+    unnamed = [f.name for f in fields(make) if not f.kw_only]
     if len(call.args) > len(unnamed):
         takes = f"only {unnamed[0]}" if unnamed else "no value"
         raise StrategyError(f"{name} takes {takes} without a name; {_list(options, 'options')}")

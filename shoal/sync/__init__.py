@@ -361,7 +361,13 @@ def plan_for(term: SyncTerm, replicas: int) -> SyncPlan[Any]:
     """What `term` means at run time; its module, `sync_module`, is imported when it is used."""
     term = term.among(replicas)
     importlib.import_module(term.sync_module)
-    return _PLANS[type(term)](term)
+    plan = next((_PLANS[kind] for kind in type(term).__mro__ if kind in _PLANS), None)
+    if plan is None:
+        raise BadInput(
+            f"{term.name} does not say how it runs: register its SyncPlan in the file of the term, "
+            f"with @runs({type(term).__name__})"
+        )
+    return plan(term)
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -106,11 +106,13 @@ class Exchange(NamedTuple):
         """By a worker in a step: the mean over the ranks, by the schedule that sends the least."""
         if self.kind not in _SENT:
             return 0.0 if self.kind in ("pull", "share") else self.num_bytes
-        return _SENT[self.kind] * self.num_bytes * (ranks - 1) / ranks
+        part = 1 / ranks if self.kind in ("gather", "scatter") else 1.0
+        return _SENT[self.kind] * part * self.num_bytes * (ranks - 1) / ranks
 
 
 _SENT = {  # of the bytes of a call, times (ranks - 1) / ranks
     **dict.fromkeys(("reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"), 1.0),
+    **dict.fromkeys(("gather", "scatter"), 1.0),
     "all_reduce": 2.0,
 }
 
