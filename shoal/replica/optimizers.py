@@ -133,8 +133,15 @@ def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
         and first.dtype in (torch.float32, torch.float64)
         and kind in _FUSED
         and not any(group.get(name) for group in groups for name in IMPLEMENTATIONS)
-        and not (
-            kind is torch.optim.SGD
-            and any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"])
-        )
+        and (not isinstance(optimizer, torch.optim.SGD) or _sgd_can_fuse(optimizer))
     )
+
+
+def _sgd_can_fuse(optimizer: torch.optim.SGD) -> bool:
+    """Its kernel takes no sparse gradients, and momentum of all parameters or of none.
+
+    A parameter that had no gradient until now, such as an expert that got no token, has none yet.
+    """
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    have_momentum = {bool(optimizer.state.get(p)) for p in trained}
+    return len(have_momentum) < 2 and not any(p.grad.is_sparse for p in trained)
