@@ -230,14 +230,17 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
         "step": _step(job, nn.Linear(4, 4).to(job.device), _STEPS),
     }
     shares = _GPU_SHARES if is_cuda else _SHARES
-    share_s = seconds * (1.0 if alone else 1 - _OF_CALLS) / sum(shares.values())
-    bench.ends_s = time.perf_counter()
-    for name, share in shares.items():
-        bench.ends_s += share * share_s
-        found[name] = _together(job, getattr(bench, name), share * share_s)
+    ends_s = time.perf_counter() + seconds * (1.0 if alone else 1 - _OF_CALLS)
+    left = sum(shares.values())
+    for name, share in shares.items():  # one that took longer leaves less to all that follow
+        now_s = time.perf_counter()
+        section_s = max(0.0, ends_s - now_s) * share / left
+        bench.ends_s = now_s + section_s
+        left -= share
+        found[name] = _together(job, getattr(bench, name), section_s)
     found["left_out"] = bench.left_out  # what follows counts there, too
     if not alone:
-        bench.ends_s += _OF_CALLS * seconds
+        bench.ends_s = ends_s + _OF_CALLS * seconds
         found["calls"] = list(_calls(job, bench, _OF_CALLS * seconds))
         if not is_cuda:
             found["handover"] = handover(job.group)
