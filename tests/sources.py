@@ -23,7 +23,7 @@ from shoal.runtime.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
 SHOAL = ROOT / "shoal"
-OLDEST = (3, 10)  # Python that reads them
+OLDEST = (3, 11)  # Python that reads them
 Question = Callable[[Path, list[ast.AST]], Iterable[str]]
 Answers = dict[str, list[str]]  # of one file, by the name of the question
 _ASKED_IN = (

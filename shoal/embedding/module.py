@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from shoal.embedding.chunks import fit_chunks
 from shoal.embedding.spec import UNNAMED, Init, Placement, RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.errors import BadInput
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class EmbeddingTable(Protocol):

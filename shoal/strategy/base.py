@@ -13,12 +13,10 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from shoal.errors import StrategyError
 from shoal.strategy.options import Constraint, names_file, show, write
-
-_Term = TypeVar("_Term", bound="Term")
 
 
 class Batches(enum.Enum):
@@ -62,7 +60,7 @@ class Term:
     def name(self) -> str:
         return type(self).source or type(self).__name__.lower()
 
-    def without_files(self: _Term) -> _Term:
+    def without_files(self) -> Self:
         """With the defaults of the options that name a file of the user."""
         own = {f.name: f.default for f in fields(self) if names_file(getattr(self, f.name))}
         return replace(self, **own)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self
 
 from shoal.errors import BadInput
 from shoal.launch.here.python_fork import Fork, fork_function
@@ -41,7 +41,6 @@ class ProcessExit(NamedTuple):
 
 
 Process = subprocess.Popen[bytes] | Fork
-_Processes = TypeVar("_Processes", bound="Processes")
 
 
 class Processes:
@@ -62,7 +61,7 @@ class Processes:
         self._is_watched = False
         self._waiters: list[threading.Thread] = []
 
-    def __enter__(self: _Processes) -> _Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self
 
 import msgspec
 
@@ -65,7 +65,6 @@ class RemoteRun(Run):
 
 
 COORDINATOR = -1  # its number among the servers
-_Processes = TypeVar("_Processes", bound="RemoteProcesses")
 
 
 class RemoteProcesses:
@@ -145,7 +144,7 @@ class RemoteProcesses:
         for agent in list(self._agents):
             agent.send_signal(number)
 
-    def __enter__(self: _Processes) -> _Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class What(str, enum.Enum):
+class What(enum.StrEnum):
     """What is held or sent. Each byte is one of them."""
 
     PARAMETERS = "parameters"  # with buffers and frozen ones
@@ -28,8 +28,6 @@ class What(str, enum.Enum):
     IN_FLIGHT = "in_flight"  # messages on their way
     SHARED = "shared"  # segments that other processes see and that hold nothing of the above
     SERVER = "server"  # all that a parameter server holds which lives in this worker
-
-    __str__ = str.__str__
 
 
 class Where(enum.Enum):
