@@ -78,7 +78,6 @@ class Cluster:
             **os.environ,
             "SHOAL_STRATEGY": strategy,
             "SHOAL_SECRET": self.secret.hex(),
-            "SHOAL_TRUSTED_NETWORK": "1",  # for Gloo
             "SHOAL_HOST": host.address,
             "SHOAL_HOST_ID": host.name,
             **dict.fromkeys(("SHOAL_TLS_CERT", "SHOAL_TLS_CA"), str(self.cert)),

@@ -22,9 +22,9 @@ PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
 LISTENERS = {
     "comm/executors/elastic_nccl.py": "NCCL within one host, as in comm/select.py",
-    "comm/select.py": "Gloo and NCCL: Worker._check_network",
+    "comm/select.py": "NCCL: Worker._check_network; Gloo within one host, in gloo_settings",
     "comm/store/service.py": "asks for a key",
-    "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",
+    "comm/torch_backend/process_group.py": "Gloo, within one host: share_memory",
     "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
     "launch/managers/ray_machines.py": "the same",
     "launch/hosts/remote.py": "the same",
@@ -55,7 +55,6 @@ ENTRIES: dict[str, Callable[[], object]] = {
     "coordinator": lambda: CoordinatorService(Core(), new_secret(), ["tcp:0.0.0.0:0"]),
     "listener of IPv6": lambda: Listener("tcp:[::]:0"),
     "data plane": lambda: HostNetwork(RunConfig.from_environment(NO_SECRET_HERE)).key(0),
-    "Gloo": lambda: HostNetwork(RunConfig.from_environment(NO_SECRET_HERE)).check_gloo(0),
 }
 
 

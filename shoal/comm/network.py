@@ -24,7 +24,7 @@ from shoal.runtime.decoders import decode_json
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import code_of, fresh_nonce
-from shoal.runtime.trust import is_loopback, key_of_host, require_protected, require_trusted_network
+from shoal.runtime.trust import is_loopback, key_of_host, require_protected
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 
@@ -68,18 +68,18 @@ class HostNetwork:
             return key_of_host(self.config)
         return require_protected(self.config, "the data plane", says=rank == 0) or b""
 
-    def require_tcp(self) -> None:
-        """BadInput where this host cannot take part in an elastic group."""
-        if not is_built():
-            raise BadInput(f"an elastic group over several hosts is joined over TCP: {NOT_BUILT}")
-
-    def check_gloo(self, rank: int) -> None:
-        if not self.is_local:
-            require_trusted_network(self.config, "Gloo between hosts", says=rank == 0)
-
     @property
     def tls(self) -> TlsConfig:
         return TlsConfig() if self.is_local else self.config.tls
+
+
+def require_native() -> None:
+    """BadInput where this host cannot reach others."""
+    if not is_built():
+        raise BadInput(
+            f"several hosts are joined over TCP by the native part, and {NOT_BUILT}: install a C "
+            "compiler on every host, and then Shoal"
+        )
 
 
 def share_on_hosts(

@@ -4,7 +4,7 @@ named algorithm          schedules over TCP between hosts, or torch's point-to-p
 GPUs, one each           NCCL, and for the host's memory what ranks without GPUs get:
 one host                 shared memory
 several hosts            shared memory inside, TCP between
-no native part           Gloo
+no native part           Gloo, on one host
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.store.authenticated import generation_name, own_generation
+from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, gloo_settings, no_watchdog
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
@@ -78,19 +79,14 @@ class GroupSpec:
             master = urlsplit(self.init_method).hostname
         return networks.HostNetwork(self.config, self.is_one_host, master)
 
-    @property
-    def is_gloo_unused(self) -> bool:
-        """Whether hosts are joined over TCP, and Gloo could not tell strangers from ranks."""
-        is_open = self.is_one_host or self.backend != "gloo" or self.config.tls.trusted_network
-        return not is_open and is_built()
-
 
 @contextmanager
 def open_group(spec: GroupSpec) -> Iterator[Group]:
     """A group of all ranks; all of them have joined when the block begins."""
     is_ours = not dist.is_initialized()
     stores: list[Store] = []  # torch does not keep a store that is written in Python
-    with gloo_settings(spec.is_one_host, is_unused=spec.is_gloo_unused and is_ours):
+    is_unused = is_ours and not spec.is_one_host and spec.backend == "gloo"
+    with gloo_settings(spec.is_one_host, is_unused):
         if is_ours:
             _join_world(spec, stores)
         world = dist.group.WORLD
@@ -195,22 +191,17 @@ def _by_algorithm(spec: GroupSpec, name: str, world: dist.ProcessGroup) -> Execu
 
 
 def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, tuple[int, ...]]:
-    """Messages between all pairs of ranks, and their order in a ring: host by host, rack by rack.
-
-    Over TCP where ranks are on several hosts and all of them can.
-    """
+    """Messages between all pairs of ranks, and their order in a ring: hosts, and racks, in turn."""
     from shoal.transport.tcp.transport import TcpTransport
     from shoal.transport.transport import TorchTransport
 
-    if spec.is_one_host or spec.backend != "gloo":
+    if spec.is_one_host:
         return TorchTransport(world), tuple(range(spec.size))
+    networks.require_native()
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
     placed = networks.hosts_of(spec.network, exchange, spec.rank)
     order = tuple(rank for ranks in placed.hosts for rank in ranks)
-    if set(exchange(str(is_built()).encode())) != {b"True"}:
-        spec.network.check_gloo(spec.rank)
-        return TorchTransport(world), order
     topology = Topology(tuple((rank,) for rank in range(spec.size)), spec.rank)
     engine = networks.open_engine(topology, exchange, spec.timeout_s, spec.network)
     return TcpTransport(engine, timeout_s=spec.timeout_s), order
@@ -241,7 +232,7 @@ def share_memory(
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 
-    None on all ranks, with a warning, if one of them cannot share memory: Gloo joins them then.
+    None on all ranks of one host, with a warning, if one of them cannot: Gloo joins them then.
     `store` must have no other users.
     """
     network = network or networks.HostNetwork()
@@ -250,7 +241,11 @@ def share_memory(
     local = networks.share_on_hosts(topology, exchange, timeout_s, network.config.run_dir)
     if local is None:
         if len(topology.hosts) > 1:
-            network.check_gloo(rank)
+            networks.require_native()
+            raise BadInput(
+                f"rank {rank}: each of several hosts needs the native part and memory that its "
+                "ranks share: look at what the other ranks say"
+            )
         _warn_once(rank)
         return None
     return networks.join_hosts(topology, local, exchange, timeout_s, network)

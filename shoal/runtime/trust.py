@@ -60,7 +60,7 @@ def require_protected(config: RunConfig, what: str, says: bool = True) -> bytes 
 def require_trusted_network(
     config: RunConfig, what: str, says: bool = True, why: str = "and cannot ask others for a key:"
 ) -> None:
-    """For `what` that listens beyond this host and cannot ask for a key, such as Gloo."""
+    """For `what` that listens beyond this host and cannot ask for a key, such as NCCL."""
     if not config.tls.trusted_network:
         raise BadInput(f"{what} would listen beyond this host {why} {_OR_TRUST}")
     sentence = f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1"

@@ -49,6 +49,6 @@ def test_a_trusted_network_needs_no_key_and_is_said_once(
 
 def test_a_key_does_not_protect_what_cannot_ask_for_it(tmp_path: Path) -> None:
     keyed = config(tmp_path, SHOAL_SECRET=new_secret().hex())
-    with pytest.raises(BadInput, match=r"Gloo .* cannot ask"):
-        require_trusted_network(keyed, "Gloo")
-    require_trusted_network(config(tmp_path, SHOAL_TRUSTED_NETWORK="1"), "Gloo", says=False)
+    with pytest.raises(BadInput, match=r"NCCL .* cannot ask"):
+        require_trusted_network(keyed, "NCCL")
+    require_trusted_network(config(tmp_path, SHOAL_TRUSTED_NETWORK="1"), "NCCL", says=False)

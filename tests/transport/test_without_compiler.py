@@ -8,9 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 import shoal.transport.shm
+from shoal.comm.network import HostNetwork
+from shoal.comm.select import share_memory
+from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
 from shoal.transport.shm import segment
+from tests.comm.threads import on_ranks
 from tests.scripts import shoal as shoal_command
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +54,19 @@ def test_without_the_native_part_workers_go_over_gloo_and_say_so_once(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "Torch [2.0, 2.0, 2.0]" in done.stdout
     assert (done.stdout + done.stderr).count("no shared memory") == 1
+
+
+def test_several_hosts_without_the_native_part_are_refused_on_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segment, "_shm", None)
+    store = dist.HashStore()
+
+    def join(rank: int) -> None:
+        with pytest.raises(BadInput, match="without a compiler: install a C compiler on every"):
+            share_memory(store, rank, 2, 20.0, HostNetwork(RunConfig(host_id=f"host {rank}")))
+
+    on_ranks(2, join)
 
 
 def new_segment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

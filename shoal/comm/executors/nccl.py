@@ -1,6 +1,6 @@
 """Tensors of GPUs by NCCL, and by the host's way what lies in the host's memory.
 
-    host    flags, sizes, objects, barriers     shared memory, TCP or Gloo; messages by their tags
+    host    flags, sizes, objects, barriers     shared memory, TCP, Gloo; messages by their tags
     NCCL    gradients, weights, activations     in the order of the calls, after what the GPU does
 
 The two have orders of their own, and no caller knows which one a tensor takes. NCCL begins an

@@ -25,7 +25,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
-from shoal.comm.network import HostNetwork
+from shoal.comm.network import HostNetwork, require_native
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.errors import BadInput, PeerLost, StrategyError
 from shoal.launch.rank.environment import Placement, is_one_host
@@ -36,7 +36,6 @@ from shoal.runtime.trust import key_of_host, require_protected, require_trusted_
 from shoal.runtime.waits import Periodic, waiting
 from shoal.runtime.wording import say
 from shoal.strategy.strategy import Strategy
-from shoal.transport.shm.segment import is_built
 
 if TYPE_CHECKING:
     from shoal.comm.members.board import Board
@@ -193,7 +192,7 @@ class WorkerGroup:
             from shoal.comm.members.network_board import open_board
 
             hosts = HostNetwork(self._config)
-            hosts.require_tcp()
+            require_native()
             board = open_board(self._config, me, self._number)
         patience_s = self.patience_s + _UNTIL_KILLED_S
         self.membership = GroupMembership(board, me, self.size, patience_s)
@@ -269,15 +268,15 @@ class WorkerGroup:
         The others may have a key, and would wait for this rank.
         """
         says = self.rank == 0
-        backend = "NCCL" if choose_backend(self.device, placement) == "nccl" else "Gloo"
         try:
             if dist.is_initialized():
                 return self._config.read_secret()
             if is_one_host(placement, self._config):
                 return key_of_host(self._config)
             secret = require_protected(self._config, "the rendezvous of several hosts", says)
-            if backend == "NCCL" or not is_built():
-                require_trusted_network(self._config, f"{backend} between hosts", says)
+            require_native()
+            if choose_backend(self.device, placement) == "nccl":
+                require_trusted_network(self._config, "NCCL between hosts", says)
             return secret
         except BadInput as error:
             if placement.launcher == "torchrun" and placement.rendezvous == "env://":

@@ -1,1 +1,1 @@
-"""Several hosts: shared memory inside a host, TCP or Gloo between hosts."""
+"""Several hosts: shared memory inside a host, TCP between hosts."""
