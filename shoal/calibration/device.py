@@ -56,7 +56,8 @@ def _request_s(found: Found, away_s: float, cycle_s: float) -> float:
     """The request that makes a cycle of this length, by bisection."""
     workers = found["workers"]
     cores = workers * found["threads"]
-    low_s, high_s = 0.0, cycle_s
+    low_s = 0.0
+    high_s = cycle_s
     for _ in range(_HALVINGS):
         middle_s = (low_s + high_s) / 2
         busy_s = away_s + workers * middle_s / cores
@@ -79,7 +80,8 @@ _WAYS = ("forward", "backward")
 
 def device_of(found: Found, memory_bytes: float) -> Device:
     """`found` is what `shoal.calibration.worker` has written."""
-    name, cores = str(found["device"]), counted(found["threads"], "core")
+    name = str(found["device"])
+    cores = counted(found["threads"], "core")
     synchronous = name == "cpu"
     launch_s = found["launches"]["forward"]["median_s"]
     products = found["products"]

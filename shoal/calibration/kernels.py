@@ -63,7 +63,9 @@ def sample_rounds(
 
 ROWS = 1024
 COLUMNS = 256
-_HEADS, _POSITIONS, _HEAD_SIZE = 64, 64, 32
+_HEADS = 64
+_POSITIONS = 64
+_HEAD_SIZE = 32
 
 
 def named_cases(device: torch.device) -> list[NamedCase]:

@@ -105,8 +105,11 @@ def handover(group: Group) -> dict[str, Any]:
         meet         ranks compute, then sum a few numbers
         hand over    one of two ranks computes while the other waits for its message
     """
-    matrix, message = torch.ones(_SIZE, _SIZE), torch.zeros(_NUMBERS)
-    products, turn, partner = 1, 0, group.rank ^ 1
+    matrix = torch.ones(_SIZE, _SIZE)
+    message = torch.zeros(_NUMBERS)
+    products = 1
+    turn = 0
+    partner = group.rank ^ 1
 
     def work() -> None:
         for _ in range(products):

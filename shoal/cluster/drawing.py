@@ -45,16 +45,35 @@ def levels(cluster: Cluster) -> tuple[Level, ...]:
     if nodes > 1 and nic is not None:
         count = f"{cluster.node.nics} x {nic.name}" if cluster.node.nics > 1 else nic.name
         words = f"between nodes ({count} of each node)"
-        sizes = (nodes * cluster.node.nics, nodes // 2 * cluster.node_bytes_per_s)
-        found.append(_level("rack", nic, *sizes, nodes * cluster.node.devices, words))
+        found.append(
+            _level(
+                "rack",
+                nic,
+                nodes * cluster.node.nics,
+                nodes // 2 * cluster.node_bytes_per_s,
+                nodes * cluster.node.devices,
+                words,
+            )
+        )
     if cluster.racks > 1 and nic is not None:
-        rate, ratio = cluster.uplink_bytes_per_s, f"1:{cluster.oversubscription:g}"
+        rate = cluster.uplink_bytes_per_s
+        ratio = f"1:{cluster.oversubscription:g}"
         # racks that are not full, and an odd one, do not change what half of the racks can send
         half = cluster.racks // 2
         devices = 2 * half * (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
         words = f"between racks (uplinks to the spine, oversubscribed {ratio})"
-        rates = (rate / nic.efficiency, rate, cluster.racks, half * rate)
-        found.append(Level("spine", f"uplinks of a rack, {ratio}", *rates, devices, words))
+        found.append(
+            Level(
+                "spine",
+                f"uplinks of a rack, {ratio}",
+                rate / nic.efficiency,
+                rate,
+                cluster.racks,
+                half * rate,
+                devices,
+                words,
+            )
+        )
     return tuple(found)
 
 
@@ -177,9 +196,11 @@ def _node_tree(cluster: Cluster) -> Tree:
     if node.sockets > 1 and node.socket_link:
         branch.add(f"{node.sockets} sockets, {link_words(node.socket_link)}")
     if node.fabric is not None and node.devices > 1:
-        shape, per = "switch" if node.fabric_is_switched else "all pairs", "a device"
+        shape = "switch" if node.fabric_is_switched else "all pairs"
+        per = "a device"
         if node.torus is not None:
-            shape, per = f"torus of {' x '.join(map(str, node.torus))}", "to a neighbor"
+            shape = f"torus of {' x '.join(map(str, node.torus))}"
+            per = "to a neighbor"
         if node.fabric.shared:
             share = counted(node.devices, "device")
             branch.add(f"{link_words(node.fabric)}, shared by {share}")

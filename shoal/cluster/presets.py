@@ -23,7 +23,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
     A file goes before the lab of `lab` and `lab://NAME`.
     """
-    name, path = str(name_or_path), Path(name_or_path)
+    name = str(name_or_path)
+    path = Path(name_or_path)
     scheme, mark, rest = name.partition("://")
     if scheme == "lab" and not path.exists():
         lab = rest if mark else DEFAULT_LAB

@@ -216,7 +216,8 @@ def _on_base(table: dict[str, Any]) -> dict[str, Any]:
     """With the keys of the preset that is its `base`, where a file names one."""
     if "base" not in table:
         return table
-    names, base = [path.stem for path in PRESETS.glob("*.toml")], table.pop("base")
+    names = [path.stem for path in PRESETS.glob("*.toml")]
+    base = table.pop("base")
     if base not in names:
         raise BadInput(f"base: there is no preset {base!r}; {nearest(str(base), names)}")
     below = msgspec.toml.decode((PRESETS / f"{base}.toml").read_bytes())
@@ -342,7 +343,8 @@ def _named_link(where: str, name: str | None, links: Mapping[str, LinkSpec]) -> 
 
 def _oversubscription(file: _File, node: Node, links: Mapping[str, LinkSpec]) -> float:
     """Rate towards the nodes of a rack against rate towards the spine; at least 1."""
-    rack, stated = file.rack, file.spine.oversubscription
+    rack = file.rack
+    stated = file.spine.oversubscription
     nodes = rack.nodes or file.nodes
     link = _named_link("rack.uplink", rack.uplink, links) or node.nic
     ratio = stated or 1.0

@@ -144,8 +144,13 @@ class ClusterTopology:
         for device in range(spec.devices):
             gpu = self._gpu(node, device)
             if spec.torus is None and spec.fabric_is_switched:
-                ends = (gpu, f"switch of node {node}")
-                self._join(f"{fabric.name} of {gpu}", *ends, fabric.rate, fabric.alpha_s)
+                self._join(
+                    f"{fabric.name} of {gpu}",
+                    gpu,
+                    f"switch of node {node}",
+                    fabric.rate,
+                    fabric.alpha_s,
+                )
                 continue
             others = [one for one in range(spec.devices) if one != device]
             for other in others if spec.torus is None else neighbors(spec.torus, device):

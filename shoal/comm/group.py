@@ -162,7 +162,8 @@ class Group:
                 )
         if out.dtype != data.dtype:
             raise BadInput(f"all_to_all_uneven cannot bring {data.dtype} into {out.dtype}")
-        received, sent = tuple(recv_counts), tuple(send_counts)
+        received = tuple(recv_counts)
+        sent = tuple(send_counts)
         return self._submit(Call("all_to_all_uneven", data, out, _SUM, 0, received, sent))
 
     def scan(

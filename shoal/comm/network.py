@@ -68,18 +68,17 @@ class HostNetwork:
             return key_of_host(self.config)
         return require_protected(self.config, "the data plane", says=rank == 0) or b""
 
+    def require_native(self) -> None:
+        """BadInput where this host cannot reach others."""
+        if not is_built():
+            raise BadInput(
+                f"several hosts are joined over TCP by the native part, and {NOT_BUILT}: install "
+                "a C compiler on every host, and then Shoal"
+            )
+
     @property
     def tls(self) -> TlsConfig:
         return TlsConfig() if self.is_local else self.config.tls
-
-
-def require_native() -> None:
-    """BadInput where this host cannot reach others."""
-    if not is_built():
-        raise BadInput(
-            f"several hosts are joined over TCP by the native part, and {NOT_BUILT}: install a C "
-            "compiler on every host, and then Shoal"
-        )
 
 
 def share_on_hosts(

@@ -143,7 +143,9 @@ def _meet_openly(spec: GroupSpec, store: Store, kept: list[Store]) -> Store:
     from shoal.comm.store.authenticated import RendezvousStore, check_secrets, heeding_refusals
     from shoal.comm.store.client import move_to_own_service
 
-    rank, size, secret = spec.rank, spec.size, spec.secret
+    rank = spec.rank
+    size = spec.size
+    secret = spec.secret
     with heeding_refusals(store, rank) as refusals:
         check_secrets(RendezvousStore(store, rank, None, refusals), secret is not None, rank, size)
         proven = RendezvousStore(store, rank, secret, refusals)
@@ -197,7 +199,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
 
     if spec.is_one_host:
         return TorchTransport(world), tuple(range(spec.size))
-    networks.require_native()
+    spec.network.require_native()
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
     placed = networks.hosts_of(spec.network, exchange, spec.rank)
@@ -241,7 +243,7 @@ def share_memory(
     local = networks.share_on_hosts(topology, exchange, timeout_s, network.config.run_dir)
     if local is None:
         if len(topology.hosts) > 1:
-            networks.require_native()
+            network.require_native()
             raise BadInput(
                 f"rank {rank}: each of several hosts needs the native part and memory that its "
                 "ranks share: look at what the other ranks say"

@@ -59,8 +59,17 @@ class TracedWork:
             times = (self._start_ns, clock.monotonic_ns())
         if times is not None:
             start_ns, end_ns = times
-            more = (None, self._bytes, self._peer, self._call)
-            self._tracer.add(self._kind, start_ns, end_ns, "comm", detail, *more)
+            self._tracer.add(
+                self._kind,
+                start_ns,
+                end_ns,
+                "comm",
+                detail,
+                None,
+                self._bytes,
+                self._peer,
+                self._call,
+            )
 
 
 class Traced(Executor):
@@ -89,8 +98,9 @@ class Traced(Executor):
         start_ns = clock.monotonic_ns()
         work = self._executor.submit(call)
         kind = "gather" if call.kind == "all_gather" else "reduce"
-        told = (lambda: self.describe(call), start_ns, num_bytes, None, number)
-        return TracedWork(work, self._tracer, kind, *told)
+        return TracedWork(
+            work, self._tracer, kind, lambda: self.describe(call), start_ns, num_bytes, None, number
+        )
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         traced = self._sending(data, dst, tag)

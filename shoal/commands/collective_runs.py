@@ -77,7 +77,8 @@ def own_numbers(kind: str, name: str | None, data: str, root: int, op: str) -> d
     if op not in _OPS:
         raise BadInput(f"there is no operator {op!r}; {nearest(op, _OPS)}")
     rows = _rows(data, is_one=kind == "scatter")
-    size, is_whole = len(rows), all(isinstance(n, int) for row in rows for n in row)
+    size = len(rows)
+    is_whole = all(isinstance(n, int) for row in rows for n in row)
     if size > MOST_PROCESSES:
         raise BadInput(f"--data has {size} ranks: a process each, {MOST_PROCESSES} at most")
     algorithm = None if kind in _MESSAGES else name or algorithms(kind)[0]
@@ -170,7 +171,8 @@ def _sweep_one(
     kind: str, name: str | None, ranks: str, size: str, most: int, svg: Path | None, as_json: bool
 ) -> None:
     """One algorithm: a row for each number of ranks."""
-    counts, num_bytes = sorted(options.parse_counts("--ranks", ranks)), parse_bytes(size)
+    counts = sorted(options.parse_counts("--ranks", ranks))
+    num_bytes = parse_bytes(size)
     name = name or algorithms(kind)[0]
     prices = [price(_built(kind, name, count), num_bytes, Link()) for count in counts]
     measured = _measured(kind, name, num_bytes, [n for n in counts if 1 < n <= most])
@@ -223,7 +225,8 @@ def sweep(
 ) -> tuple[list[dict[str, object]], list[Part], dict[str, list[tuple[int, float]]]]:
     """All algorithms over numbers of ranks: for JSON, as tables, and as lines of a chart."""
     parts: list[Part] = []
-    documents, lines = [], {}
+    documents = []
+    lines = {}
     for kind in kinds:
         found = {n: {p.algorithm: p for p in price_all(kind, n, num_bytes, cost)} for n in counts}
         parts += _kind_tables(f"{kind} of {show_bytes(num_bytes)}", found)
@@ -258,7 +261,8 @@ def _kind_tables(what: str, found: Mapping[int, Mapping[str, Price]]) -> Iterabl
 
 
 def write_chart(file: Path, title: str, lines: Mapping[str, Any]) -> None:
-    across, up = Axis("ranks", "{:,.0f}".format, is_log=True), Axis("time", show_seconds, True)
+    across = Axis("ranks", "{:,.0f}".format, is_log=True)
+    up = Axis("time", show_seconds, True)
     drawn = {name: [p for p in points if p[1] > 0] for name, points in lines.items()}
     if not any(drawn.values()):
         raise BadInput(f"{title} takes no time on any of these numbers of ranks: nothing to draw")

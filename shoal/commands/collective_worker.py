@@ -24,7 +24,8 @@ from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.transport.transport import TorchTransport, Work
 
-_CALLS, _ROUNDS = 2, 9  # of a measurement
+_CALLS = 2  # of a measurement
+_ROUNDS = 9
 
 
 class CountingTransport(TorchTransport):
@@ -41,9 +42,13 @@ class CountingTransport(TorchTransport):
 
 def carry_out(group: Group, kind: str, mine: Tensor, piece: int, plan: dict[str, Any]) -> Any:
     """What this rank has afterwards; None where it is left with nothing new."""
-    root, op, is_root = plan["root"], Op(plan["op"]), group.rank == plan["root"]
-    small, whole = mine.new_empty(piece), mine.new_empty(piece * group.size)
-    at_root, copy = (whole if is_root else None), (mine if is_root else small)
+    root = plan["root"]
+    op = Op(plan["op"])
+    is_root = group.rank == plan["root"]
+    small = mine.new_empty(piece)
+    whole = mine.new_empty(piece * group.size)
+    at_root = whole if is_root else None
+    copy = mine if is_root else small
     calls: dict[str, tuple[Callable[..., Work], tuple[Any, ...], Tensor | None]] = {
         "broadcast": (group.broadcast, (copy, root), copy),
         "reduce": (group.reduce, (mine, root, op), mine if is_root else None),
@@ -105,10 +110,12 @@ def main(folder: Path) -> None:
 
     def train(job: shoal.Job) -> None:
         torch.set_num_threads(1)
-        group, sent = job.group, Counter[int]()
+        group = job.group
+        sent = Counter[int]()
         if job.size > 1:
             transport = CountingTransport()
-            group, sent = Group(Scheduled(transport, algorithms)), transport.sent
+            group = Group(Scheduled(transport, algorithms))
+            sent = transport.sent
         if "measured" in plan:
             found: Any = timed(plan, group)
         else:

@@ -280,7 +280,8 @@ def _ring_against_star(prices: list[Price], cost: Link) -> str:
     """And why textbooks have other numbers: they count 2NZ, (N-1)Z, or one way round a ring."""
     by_name = {one.algorithm: one for one in prices}
     ring, star, slow = (by_name[name] for name in ("ring", "star", "slow_ring"))
-    ranks, num_bytes = ring.ranks, ring.num_bytes
+    ranks = ring.ranks
+    num_bytes = ring.num_bytes
     if not ring.busiest_bytes:
         return ""
     times = star.busiest_bytes / ring.busiest_bytes

@@ -98,7 +98,8 @@ def compare(
     cost each strategy.
     """
     if script is None:  # without BatchNorm, whose statistics differ between strategies
-        script, args = "gpt", ["--size", "tiny"]
+        script = "gpt"
+        args = ["--size", "tiny"]
     if virtual or cluster is not None:
         from shoal.commands.rehearse import rehearse  # loads the planner
 
@@ -215,7 +216,8 @@ def alternating(
     ) -> ComparedRun:
         number = next(numbers)
         num_workers = 1 if name == "single" else workers
-        mine, killed = str(folder / str(number)), faults.kills and name != "single"
+        mine = str(folder / str(number))
+        killed = faults.kills and name != "single"
         return ComparedRun(
             number, name, num_workers, mine, steps, True, threads, clean, may_lose=killed
         )

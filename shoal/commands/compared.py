@@ -96,7 +96,8 @@ def result_table(outcomes: Sequence[RunOutcome], until: str | None) -> Table:
         row += [cell(one) for cell in late.values()]
         rows.append([*(cell or "–" for cell in row), *([_verdict(one)] if last else [])])
     table = plain_table("", [*heads, *late, *last], rows, left=1)
-    table.columns[-1].justify, table.columns[0].overflow = "left" if last else "right", "fold"
+    table.columns[-1].justify = "left" if last else "right"
+    table.columns[0].overflow = "fold"
     return table
 
 

@@ -43,7 +43,8 @@ class FailureOptions:
 
     def on(self, cluster: Cluster, workers: int) -> tuple[Cluster, Failures | None]:
         """The cluster with this storage, and its failures, where it is known that there are."""
-        node, mtbf_s = cluster.node, cluster.node.mtbf_s
+        node = cluster.node
+        mtbf_s = cluster.node.mtbf_s
         if mtbf_s is None and self == FailureOptions():
             return cluster, None
         if (self.mtbf and self.node_mtbf) or not (self.mtbf or self.node_mtbf or mtbf_s):
@@ -56,15 +57,24 @@ class FailureOptions:
         if self.storage and rate is None:
             raise BadInput(f"--storage takes a rate such as 100GB/s, not {self.storage!r}")
         repair_s = parse_seconds(self.repair) if self.repair else node.repair_s or REPAIR_S
-        times = (repair_s, parse_seconds(self.detect), parse_seconds(self.restart_time))
-        found = Failures(mtbf_s, self.spare, *times, self.saves)
+        found = Failures(
+            mtbf_s,
+            self.spare,
+            repair_s,
+            parse_seconds(self.detect),
+            parse_seconds(self.restart_time),
+            self.saves,
+        )
         return replace(cluster, storage_bytes_per_s=rate), found
 
 
 def goodput_parts(found: Goodput, cluster: Cluster) -> Iterator[Part]:
     """What is useful of a month under each answer, and where the rest goes."""
-    failures, node, renewal = found.failures, cluster.node, found.renewal
-    mtbf_s, load_s = failures.mtbf_s, renewal.recovery_s - failures.detect_s - failures.start_s
+    failures = found.failures
+    node = cluster.node
+    renewal = found.renewal
+    mtbf_s = failures.mtbf_s
+    load_s = renewal.recovery_s - failures.detect_s - failures.start_s
     each = f"{counted(found.nodes, 'node')}, each fails every {show_seconds(mtbf_s * found.nodes)}"
     yield bold(f"\nuseful of a month with a failure every {show_seconds(mtbf_s)} ({each})")
     rows = []
@@ -72,9 +82,12 @@ def goodput_parts(found: Goodput, cluster: Cluster) -> Iterator[Part]:
         shares = [f"{share:.1%}" for share in astuple(one.shares)]
         rows.append([one.name, *shares, show_seconds(one.effective_s), one.strategy])
     table = plain_table("", _HEADS, rows, left=1)
-    table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
+    table.columns[-1].justify = "left"
+    table.columns[-1].overflow = "fold"
     yield table
-    best_s, young_s, daly_s = found.answers[0].interval_s, renewal.young_s, renewal.daly_s
+    best_s = found.answers[0].interval_s
+    young_s = renewal.young_s
+    daly_s = renewal.daly_s
     every = (("best", best_s), ("Young", young_s), ("Daly", daly_s))
     said = [f"{name} {show_seconds(s)} ({renewal.shares(s).useful:.2%})" for name, s in every]
     yield (
@@ -94,5 +107,6 @@ def goodput_parts(found: Goodput, cluster: Cluster) -> Iterator[Part]:
     }
     for text, (each_h, nodes) in amounts.items():
         if each_h is not None:
-            amount, lost = each_h * nodes * _MONTH_H, 1 - found.best.shares.useful
+            amount = each_h * nodes * _MONTH_H
+            lost = 1 - found.best.shares.useful
             yield f"a month {text.format(amount)}, of which {amount * lost:,.0f} is not useful"

@@ -18,7 +18,10 @@ from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.options import GRAPHS
 
 MOST_IN_PICTURE = 64
-_WIDE, _HIGH, _COLUMNS, _RADIUS = 230, 258, 4, 82  # pixels of a graph in the picture
+_WIDE = 230  # pixels of a graph in the picture
+_HIGH = 258
+_COLUMNS = 4
+_RADIUS = 82
 _SAYS = "\nComputed from the mixing matrix; a run prints the distance between its replicas."
 _STYLE = """.edge{stroke:#7b8794;stroke-width:1.2;fill:none}.node{fill:#0072b2}
 .later{stroke:#c3cbd4;stroke-dasharray:4 3;fill:none}"""
@@ -61,7 +64,8 @@ def graphs(
 
 
 def _document(name: str, mixing: Mixing, num_bytes: int) -> dict[str, Any]:
-    steps, ranks = range(len(mixing.matrices)), range(mixing.workers)
+    steps = range(len(mixing.matrices))
+    ranks = range(mixing.workers)
     heard = [sum(len(mixing.listeners(rank, n)) for n in steps) / len(steps) for rank in ranks]
     return {
         "graph": name,
@@ -96,7 +100,8 @@ def picture(found: dict[str, Mixing], workers: int) -> str:
     body = [drawing.TIP, drawing.text(24, 34, title, "title")]
     for number, (name, mixing) in enumerate(found.items()):
         row, column = divmod(number, _COLUMNS)
-        left, top = 24 + column * _WIDE, 56 + row * _HIGH
+        left = 24 + column * _WIDE
+        top = 56 + row * _HIGH
         body.append(drawing.text(left, top + 14, name[:28], "name"))
         notes = f"λ₂ = {mixing.second_eigenvalue:.3f}, {mixing.steps_to_tenth} steps to a tenth"
         body.append(drawing.text(left, top + 31, notes, "note"))
@@ -106,7 +111,8 @@ def picture(found: dict[str, Mixing], workers: int) -> str:
         ]
         dot = 5.0 if workers <= 24 else 3.0
         body += [drawing.element("circle", class_="node", cx=x, cy=y, r=dot) for x, y in places]
-    rows, columns = math.ceil(len(found) / _COLUMNS), min(len(found), _COLUMNS)
+    rows = math.ceil(len(found) / _COLUMNS)
+    columns = min(len(found), _COLUMNS)
     size = (max(420, 24 + columns * _WIDE), 64 + rows * _HIGH)
     return drawing.document(title, size, drawing.WORDS + _STYLE, body, "#fff")
 

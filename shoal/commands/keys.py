@@ -94,9 +94,23 @@ def make_certificates(folder: Path, hosts: list[HostNames]) -> bool:
     with scratch_folder("keys") as work:
         if is_new:
             name = f"/CN=Shoal authority {secrets.token_hex(4)}"
-            how = ("-days", _CA_DAYS, "-subj", name, "-extensions", "extensions")
-            files = ("-config", _config(work, _CA_EXTENSIONS), "-keyout", key, "-out", certificate)
-            _openssl("req", "-x509", *_CURVE, *how, *files)
+            _openssl(
+                "req",
+                "-x509",
+                *_CURVE,
+                "-days",
+                _CA_DAYS,
+                "-subj",
+                name,
+                "-extensions",
+                "extensions",
+                "-config",
+                _config(work, _CA_EXTENSIONS),
+                "-keyout",
+                key,
+                "-out",
+                certificate,
+            )
         for host in hosts:
             _make_host(authority, work, host, folder)
     return is_new
@@ -109,22 +123,53 @@ def _check_free(folder: Path, hosts: list[HostNames]) -> None:
             raise BadInput(f"{path} is there already: remove it first, or name another folder")
         if paths.count(path) > 1:
             raise BadInput(f"two hosts are named {path.stem}: give each another name first")
-    certificate, key = folder / "ca.pem", folder / "ca.key"
+    certificate = folder / "ca.pem"
+    key = folder / "ca.key"
     if certificate.exists() != key.exists():
         there, missing = (certificate, key) if certificate.exists() else (key, certificate)
         raise BadInput(f"{there} is there without {missing}: bring it, or name another folder")
 
 
 def _make_host(authority: tuple[Path, Path], work: Path, host: HostNames, folder: Path) -> None:
-    certificate, key, request = work / "host.pem", work / "host.key", work / "request"
+    certificate = work / "host.pem"
+    key = work / "host.key"
+    request = work / "request"
     names = ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in host.names)
     config = _config(work, f"{_HOST_EXTENSIONS}subjectAltName = {names}\n")
-    subject = ("-subj", f"/CN={host.names[0][:64]}", "-config", config)
-    _openssl("req", "-new", *_CURVE, *subject, "-keyout", key, "-out", request)
+    _openssl(
+        "req",
+        "-new",
+        *_CURVE,
+        "-subj",
+        f"/CN={host.names[0][:64]}",
+        "-config",
+        config,
+        "-keyout",
+        key,
+        "-out",
+        request,
+    )
     serial = f"0x{secrets.token_hex(16)}"
-    signer = ("-CA", authority[0], "-CAkey", authority[1], "-set_serial", serial)
-    how = ("-days", _HOST_DAYS, "-extfile", config, "-extensions", "extensions")
-    _openssl("x509", "-req", "-in", request, *signer, *how, "-out", certificate)
+    _openssl(
+        "x509",
+        "-req",
+        "-in",
+        request,
+        "-CA",
+        authority[0],
+        "-CAkey",
+        authority[1],
+        "-set_serial",
+        serial,
+        "-days",
+        _HOST_DAYS,
+        "-extfile",
+        config,
+        "-extensions",
+        "extensions",
+        "-out",
+        certificate,
+    )
     shutil.move(key, host.key(folder))
     shutil.move(certificate, host.certificate(folder))
 
@@ -196,7 +241,8 @@ def show(as_json: options.Json = False) -> None:
         file = None
     source = str(file or config.own_key) if config.secret is None else variable_name("secret")
     warnings = [] if file is None else [mode_warning(file)]
-    key, certificate = None, _certificate(config, warnings)
+    key = None
+    certificate = _certificate(config, warnings)
     said = [warning for warning in warnings if warning]
     try:
         secret = config.read_secret()

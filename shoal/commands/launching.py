@@ -150,7 +150,8 @@ class WorkersOptions:
     @property
     def files(self) -> RunFiles:
         """Where the trace and the report go; BadInput where they could not be written."""
-        folder, found = self.record, []
+        folder = self.record
+        found = []
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +188,8 @@ class WorkersOptions:
                 "--elastic takes the fewest and the most workers, as 2:8, not "
                 f"{self.elastic[:40]!r}"
             )
-        fewest, most = int(match[1]), int(match[2])
+        fewest = int(match[1])
+        most = int(match[2])
         start = self.start or self.workers or most
         if self.workers not in (None, start, most):
             raise BadInput(
@@ -359,13 +361,18 @@ def run_quietly(
 def _launch(
     spec: LaunchSpec, write: Write, on_progress: OnProgress | None = None, on: str | None = None
 ) -> RunResult:
-    workers, config = spec.workers, spec.config
+    workers = spec.workers
+    config = spec.config
     strategy = as_strategy(config.strategy or "single")
     replication = replication_of(strategy, workers, config.restarts)
     spec = replace(spec, servers=strategy.servers(workers), replication=replication)
     if on is None or strategy.is_elastic:  # elsewhere all workers are started again together
-        losses = (config.restarts, config.start, config.min_workers)
-        spec = replace(spec, tolerance=tolerance_of(strategy, workers, *losses))
+        spec = replace(
+            spec,
+            tolerance=tolerance_of(
+                strategy, workers, config.restarts, config.start, config.min_workers
+            ),
+        )
     if on is None:
         from shoal.launch.rank.environment import refuse_ranks  # only where workers start here
 

@@ -39,8 +39,10 @@ class WorkerRow(msgspec.Struct):
         if is_own:
             if self.state in _ENDED:  # sent before its end
                 return
-            self.step, self.waiting = new.step, new.waiting
-            self.steps_per_s, self.samples_per_s = new.steps_per_s, new.samples_per_s
+            self.step = new.step
+            self.waiting = new.waiting
+            self.steps_per_s = new.steps_per_s
+            self.samples_per_s = new.samples_per_s
         self.was_lost |= new.state == "lost"
         self.state = new.state
         if new.state == "training" and self.was_lost:

@@ -259,7 +259,8 @@ def layer_needs(workload: Workload, batch: int) -> Iterator[dict[str, Any]]:
     width += precision.master_bytes + precision.state_bytes
     for index, run in enumerate(workload.runs):
         cost = workload.cost(index, Split(microbatch=batch, flash_attention=True))
-        state, held = round(cost.parameters * width), round(cost.activation_bytes)
+        state = round(cost.parameters * width)
+        held = round(cost.activation_bytes)
         sizes = {"state": state, "activations": held, "total": state + held}
         yield {"layer": run.name, "count": run.count, **sizes}
 

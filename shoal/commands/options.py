@@ -94,7 +94,8 @@ def parse_counts(option: str, text: str, most: int = 4096) -> list[int]:
     for number, word in enumerate(words):
         if word == "…" and len(found) > 1 and words[number + 1 : number + 2] != []:
             (before, last), end = found[-2:], words[number + 1]
-            factor, step = (last // before if last % before == 0 else 1), last - before
+            factor = last // before if last % before == 0 else 1
+            step = last - before
             while step > 0 and end.isdigit():
                 last = last * factor if factor > 1 else last + step
                 if last >= min(int(end[:9]), most):

@@ -80,7 +80,8 @@ def shares_of_time(shares: Mapping[Process, TimeShares], of: str = "training") -
         [str(rank), f"{each.seconds:.2f}", *(f"{getattr(each, name):.1%}" for name in parts)]
         for rank, each in shares.items()
     ]
-    title, heads = f"where the time went, in {of}", ["rank", "seconds", *parts]
+    title = f"where the time went, in {of}"
+    heads = ["rank", "seconds", *parts]
     return [plain_table(title, heads, rows), *waits(shares)]
 
 

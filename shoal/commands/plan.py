@@ -91,8 +91,9 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
     if quiet or not console.is_terminal:
         yield lambda done, total: None
         return
-    columns = (TextColumn("searching"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(
+        TextColumn("searching"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
         task = bar.add_task("search", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -123,7 +124,8 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
     prediction = one.prediction
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.0%}"
     between = f"({show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)})"
-    useful, answer = "", ""
+    useful = ""
+    answer = ""
     if prediction.goodput is not None:
         best = prediction.goodput.best
         useful = f"{best.shares.useful:>6.1%}  "
@@ -141,7 +143,8 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
 
 def _costs(found: FoundPlan, hardware: Cluster, subject: Subject) -> str:
     """Of the first, where nodes have a price and samples are sequences."""
-    price, sequence = hardware.node.price_per_hour, subject.workload.limits.cp
+    price = hardware.node.price_per_hour
+    sequence = subject.workload.limits.cp
     if price is None or sequence <= 1:
         return ""
     first = found.ranked[0].prediction

@@ -42,7 +42,8 @@ _ORDERS = {"shoal": SHOAL_ORDER, "megatron": MEGATRON_ORDER}
 
 def _spread(one: Prediction) -> str:
     """13.3 to 17.8 ms."""
-    low, high = show_seconds(one.low_s), show_seconds(one.high_s)
+    low = show_seconds(one.low_s)
+    high = show_seconds(one.high_s)
     return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
 
 
@@ -97,7 +98,8 @@ def predict(
     subject = asked.subject(workers)
     settings = replace(of_step.on(asked.settings(subject.batch)), fold_ep=fold_ep)
     hardware, failures = failing.on(asked.hardware(workers), workers)
-    link, workload = asked.link(), subject.workload
+    link = asked.link()
+    workload = subject.workload
     only_wire = link is not None and asked.cluster is None
     if only_wire:
         hardware = Cluster("network", _NO_TIME, Node(1, nic=link), workers)

@@ -85,8 +85,9 @@ class RehearsalMishaps:
     def losses(self, workers: int) -> Any:
         from shoal.rehearse.losses import read_losses  # loads torch
 
-        asked = (self.kill or (), self.mtbf, self.events, self.restart, self.restart_time)
-        found = read_losses(*asked)
+        found = read_losses(
+            self.kill or (), self.mtbf, self.events, self.restart, self.restart_time
+        )
         read_kills(found.at_steps, workers)
         return found
 
@@ -146,22 +147,21 @@ def rehearse(
     target = target_loss_of(until)
     hardware = named_cluster(cluster or THIS_MACHINE)
     slow = disturbed.slow or ()
-    slowness, losses = read_slow(slow, workers), disturbed.losses(workers)
+    slowness = read_slow(slow, workers)
+    losses = disturbed.losses(workers)
     losses.check(hosts=hardware.of_size(workers).nodes, workers=workers)
     command = command_for(script, args)
     say("reading the model of the script")
     subject = workload_of_command(command)
     ready: tuple[tuple[float, float], ...] = ()
     if measure:
-        say(f"measuring its passes on {counted(workers, 'worker')}")
-        run, config = partial(run_quietly, command), config_for(as_strategy("single"))
-        profile = measure_profile(run, config, workers)
-        hardware = profiled(hardware.of_size(workers), subject.workload, [profile])
-        ready = profile.ready
+        hardware, ready = _measured(command, hardware, subject, workers)
     uneven = uneven_of(hardware.of_size(workers), slowness, disturbed.jitter, seed or 0)
     slow_servers = read_slow(slow, None, "server")
-    told = (subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses, ready)
-    stage = _Stage(*told, trains=not no_train)
+    stage = _Stage(
+        subject, hardware, workers, steps, uneven, slow_servers, seed or 0, losses, ready,
+        trains=not no_train,
+    )  # fmt: skip
     words = command[2:] if command[1] == "-m" else command[1:]
     stage.rehearse_script(words, names, target)
     if stage.latest is not None:
@@ -181,6 +181,16 @@ def rehearse(
     show(document, parts, as_json, width=80, wraps=True)
     if not shown:
         raise typer.Exit(2 if all(one.refused for one in stage.outcomes) else 1)
+
+
+def _measured(
+    command: list[str], hardware: Cluster, subject: Subject, workers: int
+) -> tuple[Cluster, tuple[tuple[float, float], ...]]:
+    """The cluster with passes as long as on this machine, and when gradients are ready in them."""
+    say(f"measuring its passes on {counted(workers, 'worker')}")
+    config = config_for(as_strategy("single"))
+    profile = measure_profile(partial(run_quietly, command), config, workers)
+    return profiled(hardware.of_size(workers), subject.workload, [profile]), profile.ready
 
 
 @dataclass
@@ -296,7 +306,8 @@ def _unheard() -> Iterator[None]:
 
 def _progress(name: str) -> Callable[[Any], None]:
     """Says now and then how far worker 0 is; a rehearsal redirects stderr."""
-    last_s, stderr = time.monotonic(), sys.stderr
+    last_s = time.monotonic()
+    stderr = sys.stderr
 
     def progress(job: Any) -> None:
         nonlocal last_s
@@ -323,7 +334,8 @@ def _parts(
         f"{document['script']} rehearsed on {counted(stage.workers, 'worker')} of "
         f"{stage.hardware.name}: seconds are virtual"
     )
-    nodes, needed = stage.hardware.nodes, stage.hardware.of_size(stage.workers).nodes
+    nodes = stage.hardware.nodes
+    needed = stage.hardware.of_size(stage.workers).nodes
     said = [f"the cluster has {counted(nodes, 'node')}; rehearsed as if it had {needed}"]
     said = said if needed > nodes else []
     whys = [f"{one.strategy}: {why}" for one in outcomes if (why := one.refused or one.failed)]

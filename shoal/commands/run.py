@@ -116,7 +116,8 @@ def train(
     command = launching.command_for(example, extra)
     asked = asked.resolved(command)
     start_s = time.monotonic()
-    config, files = asked.to_config(resume=resume), asked.files
+    config = asked.to_config(resume=resume)
+    files = asked.files
     if asked.record is not None:
         files = replace(files, more=recorded(command, asked.workers or 1, config))
     with launching.traced(config, files.traces, asked.timeline) as config:

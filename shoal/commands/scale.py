@@ -187,7 +187,8 @@ def _asked(texts: Sequence[str], counts: Sequence[int]) -> list[tuple[str, int]]
         raise BadInput("a speed-up is that of several workers: give -n such as 1,2,4")
     single = as_strategy("single")  # is there anyway
     for text in [text for text in texts if as_strategy(text) != single]:
-        mine, error = [], None
+        mine = []
+        error = None
         for workers in counts:
             try:
                 mine.append((str(strategy_for(text, workers)), workers))
@@ -229,11 +230,13 @@ def _predicted(
     hardware = named_cluster(cluster or THIS_MACHINE)
     settings = PlanSettings(subject.batch)
     base = Predictor(subject.workload, hardware).predict(as_strategy("single"), 1, settings)
-    found, notes = {}, {"": f"predicted: workers of {hardware.name}, as `shoal predict` does"}
+    found = {}
+    notes = {"": f"predicted: workers of {hardware.name}, as `shoal predict` does"}
     if not cluster:
         notes[""] += "; --cluster FILE of `shoal cluster calibrate -o FILE` has measured figures"
     for name, workers in asked:
-        value, at = as_strategy(name), f"{name} is not predicted from {workers:,} workers on"
+        value = as_strategy(name)
+        at = f"{name} is not predicted from {workers:,} workers on"
         if value.layout(workers).replicas > subject.batch:
             notes.setdefault(name, f"{at}: its batch has {counted(subject.batch, 'sample')}")
             continue

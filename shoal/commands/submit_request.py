@@ -91,7 +91,8 @@ class SubmitRequest:
         other = "Kubernetes: " if self.slurm else "Slurm: "
         for one in fields(self):
             if getattr(self, one.name) and options.help_of(one).startswith(other):
-                named, chosen = one.name.replace("_", "-"), "--slurm" if self.slurm else "--k8s"
+                named = one.name.replace("_", "-")
+                chosen = "--slurm" if self.slurm else "--k8s"
                 raise BadInput(f"--{named} means nothing to {chosen}: leave it out")
         if self.nodes > self.workers:
             workers = counted(self.workers, "worker")

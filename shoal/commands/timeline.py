@@ -127,7 +127,8 @@ def _lanes(found: MeasuredTimeline) -> tuple[str, float, list[gantt.Lane]]:
         hills[process].append(((spans[-1].end_ns - start_ns) / unit_ns, 0.0))
     lanes = []
     for process, row in found.rows.items():
-        notes, ground = [], "#fff"
+        notes = []
+        ground = "#fff"
         bars = [_bar(span, start_ns, unit_ns) for span in row if span.kind != OTHER]
         if share := found.shares.get(process):
             lost = "bubble" if share.bubble > share.waiting else "waiting"
@@ -141,7 +142,8 @@ def _bar(span: Span, origin_ns: int, unit_ns: float) -> gantt.GanttBar:
     letter, style, hue = KINDS.get(span.kind, _UNKNOWN)
     number = "" if span.microbatch is None or span.kind == trace.WAIT else str(span.microbatch)
     title = f"{span.kind} {span.detail}: {_seconds(span.start_ns, span.end_ns)}"
-    start, end = (span.start_ns - origin_ns) / unit_ns, (span.end_ns - origin_ns) / unit_ns
+    start = (span.start_ns - origin_ns) / unit_ns
+    end = (span.end_ns - origin_ns) / unit_ns
     is_pale = span.kind == "weight gradient"
     return gantt.GanttBar(start, end, letter + number, style, hue, title, number, 1.0, is_pale)
 
@@ -186,8 +188,9 @@ def picture(found: MeasuredTimeline) -> str:
     legend += [(_OTHER_HUE, OTHER), (gantt.HILL, "critical path")]
     words = "; ".join(waits(found.shares)) or "no rank waited for another"
     closing = "The number in a box is its micro-batch. White: a worker waits, a server is idle."
-    shape = (lanes, end, 900.0 * max(1, len(found.steps)), legend, closing, unit)
-    return gantt.Picture(_title(found), words, *shape).svg()
+    return gantt.Picture(
+        _title(found), words, lanes, end, 900.0 * max(1, len(found.steps)), legend, closing, unit
+    ).svg()
 
 
 def document(found: MeasuredTimeline) -> dict[str, Any]:

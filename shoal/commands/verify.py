@@ -107,7 +107,8 @@ class ScriptRuns:
 
     def confirm(self, verdict: Verification, narrow: CapturedRun) -> DoubleCheck | None:
         """All steps in double precision, if the verdict rests on amplified rounding; else None."""
-        first, steps = verdict.double, verdict.steps
+        first = verdict.double
+        steps = verdict.steps
         if first is None or first.was_reordered or not verdict.ok or not verdict.amplified:
             return None
         return self.in_double(replace(narrow, early={}), steps) if steps > first.steps else None

@@ -311,7 +311,9 @@ class ScaledIntegers(Compressor):
     """
 
     def __init__(self, bits: int, chunk: int, scale: torch.dtype):
-        self.bits, self.chunk, self.scale = bits, chunk, scale
+        self.bits = bits
+        self.chunk = chunk
+        self.scale = scale
         self.most = 2 ** (bits - 1) - 1
 
     def layout(self, numel: int) -> Layout:

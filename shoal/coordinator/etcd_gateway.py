@@ -57,7 +57,8 @@ def _endpoint(word: str, address: str) -> Endpoint:
         host = url.hostname or ""
         port = _DEFAULT_PORT if url.port is None else url.port
     except ValueError:
-        host, port = "", 0
+        host = ""
+        port = 0
     is_host = bool(host) and url.netloc == word and "@" not in word
     if not is_host or not port or (":" in host and not word.startswith("[")):
         raise BadInput(f"SHOAL_COORDINATOR is {address!r}, and {word!r} is no HOST:PORT: {_FORMS}")

@@ -24,7 +24,8 @@ def is_stream(data: Any) -> bool:
 
 def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset: bool) -> None:
     """`is_full_dataset`: a step is on all samples."""
-    batch_size, epochs = options.batch_size, options.epochs
+    batch_size = options.batch_size
+    epochs = options.epochs
     for name, value in (("batch_size", batch_size or 0), ("epochs", epochs)):
         if not hasattr(value, "__index__") or value < 0:
             raise BadInput(

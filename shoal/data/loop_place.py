@@ -71,7 +71,8 @@ def lines_of_caller(outermost: CodeType | None) -> list[int]:
 
 def place_of_caller(outermost: CodeType | None, callee: str = "batches") -> Place:
     """The place of the call that has led here, in Shoal's caller or in the function `outermost`."""
-    site, counters = list[str](), list[int | None]()
+    site = list[str]()
+    counters = list[int | None]()
     for frame in _frames(outermost):
         code = frame.f_code
         if _package(frame) not in sys.stdlib_module_names:  # whose loops are not of the script

@@ -96,7 +96,8 @@ class Positions:
             )
         is_same = before is data or (before is _UNKNOWN and not isinstance(data, Iterator))
         if latest is not None and is_same and not is_known:
-            loop.past, latest.past = [*latest.past, latest.batches], []
+            loop.past = [*latest.past, latest.batches]
+            latest.past = []
         if before is _UNKNOWN:
             loop.unseen = list(loop.past)
         if is_known and (loop.is_over or loop.is_left) and place.counters and not self.in_epochs:

@@ -111,7 +111,8 @@ class SeededSamples:
         if not self._fetches_one or not streams.are_drawn_from:
             return self._fetch_plain(indices)
         found = []
-        dataset, seeders = self.dataset, streams.seeders()
+        dataset = self.dataset
+        seeders = streams.seeders()
         for index, seed in zip(indices, mix_each(self.seed, indices), strict=True):
             for put in seeders:
                 put(seed)
@@ -147,7 +148,8 @@ def restored_generators() -> Iterator[None]:
     with tracing:
         numpy = sys.modules.get("numpy")
         numpy_state = None if numpy is None else numpy.random.get_state()
-        torch_state, random_state = torch.default_generator.get_state(), random.getstate()
+        torch_state = torch.default_generator.get_state()
+        random_state = random.getstate()
         try:
             yield
         finally:

@@ -203,7 +203,8 @@ class DatasetSource(Source):
         return iter(self._batches_from(at))
 
     def next(self) -> AnyBatch | None:
-        at, loaders = self.loop.in_epoch, min(self.options.loaders, 1)
+        at = self.loop.in_epoch
+        loaders = min(self.options.loaders, 1)
         epoch = self._number
         is_compared = at == 0 and (epoch < 8 or epoch % 16 < 2)  # of two loops in turns, both
         is_compared |= epoch == 0 and at & (at - 1) == 0 and not loaders  # 1, 2, 4, 8 …
@@ -218,7 +219,8 @@ class DatasetSource(Source):
         return batch
 
     def recall(self) -> Recall:
-        order, at = self._present_order, self._at
+        order = self._present_order
+        at = self._at
         options = replace(self._seeded(), loaders=0)  # one batch is not worth a process
 
         def make(replica: int, replicas: int) -> AnyBatch:
@@ -229,7 +231,8 @@ class DatasetSource(Source):
 
     def _batches_from(self, start: int) -> DatasetBatches:
         """The rest of the present epoch."""
-        order, split = self._present_order, self.feed.split
+        order = self._present_order
+        split = self.feed.split
         in_turns = self.feed.kind is Batches.IN_TURNS
         return DatasetBatches(self.data, order, split, self._seeded(), start, in_turns)
 
@@ -251,7 +254,9 @@ class DatasetSource(Source):
         )
 
     def _order(self, epoch: int) -> Tensor:
-        sampler, seed, count = self.options.sampler, self.feed.seed, len(self.data)
+        sampler = self.options.sampler
+        seed = self.feed.seed
+        count = len(self.data)
         if sampler is None:
             return permutation(count, seed, epoch) if self.options.shuffle else torch.arange(count)
         if callable(getattr(sampler, "set_epoch", None)):

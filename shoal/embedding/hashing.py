@@ -55,9 +55,18 @@ class Permutation:
 
         An IndexError if a number is out of range.
         """
-        owners, slots = np.empty_like(numbers), np.empty_like(numbers)
-        pairs = (self.size, self._height, self._width, self._keys)
-        wrong = native.rows.locate(*pairs, np.ascontiguousarray(numbers), shards, owners, slots)
+        owners = np.empty_like(numbers)
+        slots = np.empty_like(numbers)
+        wrong = native.rows.locate(
+            self.size,
+            self._height,
+            self._width,
+            self._keys,
+            np.ascontiguousarray(numbers),
+            shards,
+            owners,
+            slots,
+        )
         if wrong >= 0:
             raise IndexError(f"number {wrong} of {len(numbers)} is out of range")
         return owners, slots

@@ -82,7 +82,8 @@ class IdCounts:
 
 
 def _counted(ids: Ids) -> tuple[Ids, Numbers]:
-    low, high = int(ids.min()), int(ids.max())
+    low = int(ids.min())
+    high = int(ids.max())
     if high - low < _WIDE * len(ids):
         counts = np.bincount(ids - low)
         found = np.flatnonzero(counts)

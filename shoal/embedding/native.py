@@ -10,7 +10,8 @@ try:
     from shoal.transport.shm import _shm
 except ImportError:
     _rows = _shm = None  # type: ignore[assignment]
-rows, memory = _rows, _shm
+rows = _rows
+memory = _shm
 
 
 def require_native(table: str) -> None:

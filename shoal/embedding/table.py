@@ -226,7 +226,8 @@ class RowTable:
 
     def sweep(self, at_once: bool = True) -> None:
         """Remove all that has left; or only if it is worth a look at all rows."""
-        step, ttl_steps = self.steps, self.spec.ttl_steps
+        step = self.steps
+        ttl_steps = self.spec.ttl_steps
         if ttl_steps is None or (not at_once and step - self._swept <= ttl_steps // 4):
             return
         self._swept = step

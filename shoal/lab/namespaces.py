@@ -124,8 +124,21 @@ class Namespace:
         if CONGESTION_CONTROL not in _congestion_controls():
             return
         network = str(ipaddress.ip_interface(f"{address}/{bits}").network)
-        words = ("dev", device, "src", address, "congctl", CONGESTION_CONTROL)
-        self.ip("route", "replace", network, "proto", "kernel", "scope", "link", *words)
+        self.ip(
+            "route",
+            "replace",
+            network,
+            "proto",
+            "kernel",
+            "scope",
+            "link",
+            "dev",
+            device,
+            "src",
+            address,
+            "congctl",
+            CONGESTION_CONTROL,
+        )
 
 
 class CableEnd(NamedTuple):

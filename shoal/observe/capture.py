@@ -246,7 +246,8 @@ def used_rows(step: Step) -> dict[str, Tensor]:
     """The rows of each shoal.Embedding that the steps have looked up, in the order of their ids."""
     rows = {}
     for embedding in step.embeddings:
-        state, name = embedding.state(), embedding.spec.name
+        state = embedding.state()
+        name = embedding.spec.name
         if "ids" in state:
             rows[f"{name}/ids"], order = state["ids"].sort()
             rows[f"{name}/rows"] = state["rows"][order]

@@ -118,7 +118,8 @@ class RunOutcome:
         is_as_long = self.single_steps in (None, self.steps)
         words = f"{lost}loss {self.loss:.3f}"
         words += "" if is_as_long else f" after {counted(self.steps, 'step')}"
-        first, last = self.first_loss, self.training_loss
+        first = self.first_loss
+        last = self.training_loss
         if first is not None and last is not None and last >= first:
             words += f", at the start {first:.3f}"
         if self.loss_gap is not None:
@@ -133,7 +134,8 @@ class RunOutcome:
             return f"{steps} at this number of --steps: too few to measure a speed"
         if not self.ran or self.speed_up is not None or not self.speed_ups:
             return None
-        low, high = min(self.speed_ups), max(self.speed_ups)
+        low = min(self.speed_ups)
+        high = max(self.speed_ups)
         if high > SPREAD * low:
             return (
                 f"speed-ups from {low:.2f}× to {high:.2f}× in {len(self.speed_ups)} comparisons "

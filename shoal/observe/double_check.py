@@ -76,7 +76,8 @@ class CapturedRun:
         for name, tensor in self.start.items():
             if distance(tensor, again.start.get(name)) != 0.0:
                 return f"{name} before the first step"
-        loss, other = self.losses[0], again.losses[0]
+        loss = self.losses[0]
+        other = again.losses[0]
         if abs(loss - other) > SAME_LOSS * max(1.0, abs(loss)):
             return f"the loss of step 1, {loss:.6g} and {other:.6g}"
         return None

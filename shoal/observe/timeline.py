@@ -21,7 +21,9 @@ from shoal.runtime import trace
 from shoal.runtime.trace import Process, Span, Trace
 
 OTHER = "other"  # in no span: Python, copies; a server that has nothing to do
-WORKER, TRANSFER, SERVER = "worker", "transfer", "server"
+WORKER = "worker"
+TRANSFER = "transfer"
+SERVER = "server"
 _BESIDE = (trace.EVALUATE, trace.CHECKPOINT)  # training: they have no share of it
 _AROUND = (trace.LOAD, *_BESIDE)
 
@@ -152,7 +154,9 @@ class MeasuredTimeline:
         edges = list(chain.from_iterable(chain(*trained.values()))) or self.window
         whole = min(edges), max(edges)
         shown = Counter[tuple[str, str]]()
-        taken_ns, sent, whole_ns = shown.copy(), shown.copy(), Counter[str]()
+        taken_ns = shown.copy()
+        sent = shown.copy()
+        whole_ns = Counter[str]()
         for process, spans in self.trace.items():
             where = WORKER if isinstance(process, int) else SERVER
             within = [s for s in spans if whole[0] <= s.start_ns < whole[1]]
@@ -190,7 +194,8 @@ class MeasuredTimeline:
             since_ns, peer = known[at] if at >= 0 else (start_ns, process)
             since_ns = max(since_ns, start_ns)
             hops.append(PathHop(process, self._between(process, since_ns, end_ns)))
-            process, end_ns = peer, since_ns
+            process = peer
+            end_ns = since_ns
         return hops[::-1]
 
     def _between(self, process: Process, start_ns: int, end_ns: int) -> list[Span]:

@@ -185,7 +185,8 @@ class _Rounding:
             difference = distance(tensor, together.tensors.get(name))
             tolerance = 0.0
             if tensor.is_floating_point() and tensor.numel():
-                plain, change = self._plain(name), self._of_tensor(name)
+                plain = self._plain(name)
+                change = self._of_tensor(name)
                 tolerance = self._tolerance(difference, plain, change, amplified * largest)
             yield Difference(name, difference, tolerance)
         for name in sorted(set(together.tensors) - set(self.alone.tensors)):

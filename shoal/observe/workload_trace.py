@@ -325,7 +325,8 @@ class _Passes:
         self._flat.grads.arm(self._note_full)
         loss.backward()  # type: ignore[no-untyped-call]
         self._flat.grads.flush()
-        start_s, took_s = self._moments_s[0], time.perf_counter() - self._moments_s[0]
+        start_s = self._moments_s[0]
+        took_s = time.perf_counter() - self._moments_s[0]
         self._ready.append([(at_s - start_s) / took_s for at_s in self._moments_s[1:]])
 
     def _note_full(self, bucket: slice) -> None:

@@ -30,7 +30,9 @@ class RunKind(NamedTuple):
         return f"{self.model} in {self.precision} on {self.hardware}"
 
 
-DENSE, EXPERTS, TRACED = "a dense transformer", "a mixture of experts", "a traced script"
+DENSE = "a dense transformer"
+EXPERTS = "a mixture of experts"
+TRACED = "a traced script"
 _PRECISIONS = {"bf16": "16 bits", "fp16": "16 bits"}
 _FAMILIES = {"A800": "A100", "H200": "H100", "H800": "H100", "GB200": "B200"}
 # measured over predicted seconds: 80% of the rows, every source with the same weight, and wider
@@ -86,7 +88,8 @@ def range_of(device: Device, kind: RunKind, workers: int) -> tuple[float, float]
     low, high = RANGES.get((kind.model, precision), RANGES[DENSE, "16 bits"])
     if kind in SEEN:
         return low, high
-    middle, half = math.sqrt(low * high), math.sqrt(high / low) ** _UNSEEN
+    middle = math.sqrt(low * high)
+    half = math.sqrt(high / low) ** _UNSEEN
     return middle / half, middle * half
 
 
@@ -105,7 +108,8 @@ def what_was_seen(device: Device, kind: RunKind, workers: int) -> str:
 
 def is_faster(one: Prediction, other: Prediction) -> bool:
     """Whether predictions tell: neither lies in the range of the other."""
-    mine, theirs = one.effective_s / one.step_s, other.effective_s / other.step_s
+    mine = one.effective_s / one.step_s
+    theirs = other.effective_s / other.step_s
     return one.high_s * mine < other.effective_s and one.effective_s < other.low_s * theirs
 
 

@@ -68,7 +68,8 @@ def why(one: Priced, best: Priced) -> str:
         return does_not_fit(one.prediction, one.candidate.settings)
     if one is best:
         return why_first(one.prediction)
-    mine, first = one.prediction, best.prediction
+    mine = one.prediction
+    first = best.prediction
     less = 1 - mine.effective_s / first.effective_s
     if less > 0:
         return f"{less:.1%} faster than the first, which is plainer"

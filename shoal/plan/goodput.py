@@ -57,8 +57,11 @@ class Renewal:
             first_s = self.recovery_s + self.written_s + cycle_s
             fails = -math.expm1(-cycle_s / self.mtbf_s)
             kept = math.exp(-first_s / self.mtbf_s) / fails / self.mtbf_s
-        cycles, useful = kept * cycle_s, kept * interval_s
-        saves, lost, there = cycles - useful, 1 - restarts - cycles, 1 - repair
+        cycles = kept * cycle_s
+        useful = kept * interval_s
+        saves = cycles - useful
+        lost = 1 - restarts - cycles
+        there = 1 - repair
         return Shares(there * useful, there * saves, there * lost, there * restarts, repair)
 
     @property
@@ -93,16 +96,19 @@ def waiting_share(load: float, spares: int) -> float:
 
 def missing_nodes(load: float, nodes: int, spares: int) -> float:
     """The mean number that a run goes on without, where it does not wait; these do not fail."""
-    total, missing = 1.0, 0.0  # over the chance of so many broken nodes
+    total = 1.0  # over the chance of so many broken nodes
+    missing = 0.0
     for broken in range(1, nodes + spares + 1):
         rate = max(1e-300, load * min(1, (nodes + spares + 1 - broken) / nodes)) / broken
-        total, missing = 1 + total / rate, max(0, broken - spares) + missing / rate
+        total = 1 + total / rate
+        missing = max(0, broken - spares) + missing / rate
         if total > 1e18:
             break
     return missing / total
 
 
-STORAGE_BYTES_PER_S, REPAIR_S = 10e9, 4 * 3600.0  # assumed where nothing is known
+STORAGE_BYTES_PER_S = 10e9  # assumed where nothing is known
+REPAIR_S = 4 * 3600.0
 Saves = Literal["background", "wait", "sharded"]
 
 
@@ -207,6 +213,7 @@ def _renewal(failures: Failures, cluster: Cluster, nodes: int, whole: float, own
         written_s = whole / min(storage, way_out)
         load_s = nodes * whole / min(storage, nodes * way_out)  # every node reads all
     if failures.saves == "wait":
-        held_s, written_s = held_s + written_s, 0.0
+        held_s = held_s + written_s
+        written_s = 0.0
     recovery_s = failures.detect_s + failures.start_s + load_s
     return Renewal(failures.mtbf_s, held_s, written_s, recovery_s)

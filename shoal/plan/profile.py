@@ -67,7 +67,8 @@ def _noise(known: Noise, profile: ModelProfile) -> Noise:
     """The jitter that makes the slowest of so many workers as slow as it was."""
     if profile.workers == 1:
         return known
-    low, high = 0.0, _MOST_JITTER
+    low = 0.0
+    high = _MOST_JITTER
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         is_more = expected_max(Noise(middle), profile.workers) > profile.slowest

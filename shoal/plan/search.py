@@ -316,7 +316,8 @@ class _Search:
 
     def best_of(self, strategy: Strategy) -> Priced:
         """The strategy with the micro-batch and recompute that suit it; BadInput: none does."""
-        layout, settings = strategy.layout(self.workers), self.options.settings
+        layout = strategy.layout(self.workers)
+        settings = self.options.settings
         hide = tuple(axis for axis in settings.hide if getattr(strategy, axis) is not None)
         samples = max(1, settings.batch // (layout.replicas * layout.ep))
         sizes = [settings.microbatch] if settings.microbatch else [None, *divisors(samples)]

@@ -256,8 +256,19 @@ def _bars(timeline: Timeline, spans: tuple[ActionSpan, ...]) -> list[gantts.Gant
         is_pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
         title = f"{action}: {start:.6g} to {end:.6g}"
         _, style, hue = KINDS[action.kind]
-        told = (str(action), style, hue, title, str(action.microbatch), strength, is_pale)
-        found.append(gantts.GanttBar(start, end, *told))
+        found.append(
+            gantts.GanttBar(
+                start,
+                end,
+                str(action),
+                style,
+                hue,
+                title,
+                str(action.microbatch),
+                strength,
+                is_pale,
+            )
+        )
     return found
 
 
@@ -274,8 +285,9 @@ def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
         words += f" Each stage has {timeline.pipeline.chunks} chunks; later ones are paler."
     lanes = [_lane(timeline, proof, stage) for stage in range(timeline.pipeline.stages)]
     wanted = timeline.makespan / _shortest(timeline) * _SHORTEST
-    shape = (lanes, timeline.makespan, wanted, legend, words)
-    return gantts.Picture(str(timeline.pipeline), costs, *shape).svg()
+    return gantts.Picture(
+        str(timeline.pipeline), costs, lanes, timeline.makespan, wanted, legend, words
+    ).svg()
 
 
 def _lane(timeline: Timeline, proof: PipelineProof, stage: int) -> gantts.Lane:

@@ -32,7 +32,8 @@ _sockets: Any = None  # of a rehearsal, in place of the machine's
 def replaced_sockets(by: Any) -> Iterator[None]:
     """While the block runs, `by` listens and connects: see `rehearse/sockets.py`."""
     global _sockets
-    before, _sockets = _sockets, by
+    before = _sockets
+    _sockets = by
     try:
         yield
     finally:

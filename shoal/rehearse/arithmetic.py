@@ -21,7 +21,8 @@ def carry_out(calls: Sequence[Call]) -> None:
     stores = []
     if kind in ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan"):
         wide = [widened(call, rank) for rank, call in enumerate(calls)]
-        calls, stores = [each.call for each in wide], [each.store for each in wide]
+        calls = [each.call for each in wide]
+        stores = [each.store for each in wide]
     _KINDS[kind](calls)
     for store in stores:
         store()

@@ -54,7 +54,8 @@ class VirtualWork:
         """The first end counts: a peer may have been lost meanwhile."""
         if self.is_done:
             return
-        self.is_done, self.error = True, error
+        self.is_done = True
+        self.error = error
         self.times = (self.start_ns, round(self._time.now_s * 1e9))
         for fiber in self._waiting:
             self._time.wake(fiber)
@@ -195,7 +196,8 @@ class VirtualRanks:
         return phases_of(call.kind, tuple(places), num_bytes, self._levels)
 
     def _of_algorithm(self, places: Sequence[int], call: Call) -> list[Phase]:
-        size, name = len(places), self._algorithm
+        size = len(places)
+        name = self._algorithm
         if name == "ring":
             return [ring(places, call.num_bytes, 2)]
         own = is_user_function(name)
@@ -212,13 +214,14 @@ class VirtualRanks:
             return
         flight = _Flight(_copied(data.detach()))
         self._boxes[key].append(flight)
-        ends = (self.devices[src], self.devices[dst])
 
         def arrived() -> None:
             flight.has_arrived = True
             self._deliver(key)
 
-        self.network.send([VirtualMessage(*ends, data.nbytes)], arrived)
+        self.network.send(
+            [VirtualMessage(self.devices[src], self.devices[dst], data.nbytes)], arrived
+        )
 
     def receive(self, key: MessageKey, into: Tensor, doing: str) -> VirtualWork:
         work = VirtualWork(self.time, doing)
@@ -227,9 +230,11 @@ class VirtualRanks:
         return work
 
     def _deliver(self, key: MessageKey) -> None:
-        box, receivers = self._boxes[key], self._receivers[key]
+        box = self._boxes[key]
+        receivers = self._receivers[key]
         while box and receivers and box[0].has_arrived:
-            data, receiver = box.popleft().data, receivers.popleft()
+            data = box.popleft().data
+            receiver = receivers.popleft()
             into = receiver.into
             error = None
             if data.numel() != into.numel() or data.dtype != into.dtype:
@@ -239,7 +244,8 @@ class VirtualRanks:
                 )
             else:
                 if into.stride() == (0,):  # one number, as in `_copied`
-                    into, data = into[:1], data[:1]
+                    into = into[:1]
+                    data = data[:1]
                 into.detach().copy_(data.view(into.shape))
             receiver.work.end(error)
         group = self._groups[key[0]]

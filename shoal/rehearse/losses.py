@@ -73,7 +73,8 @@ class Losses:
             time.at(loss.at_s, partial(lose, loss))
         if self.mtbf_s is None:
             return
-        chance, rate = random.Random(f"losses {seed}"), 1 / self.mtbf_s
+        chance = random.Random(f"losses {seed}")
+        rate = 1 / self.mtbf_s
 
         def fail() -> None:
             lose(Loss(time.now_s, "host", chance.randrange(hosts)))

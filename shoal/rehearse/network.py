@@ -98,7 +98,8 @@ class VirtualNetwork:
 
     def _begin(self) -> None:
         """All messages of this moment together: workers that are alike send at the same one."""
-        begun, self._begun = self._begun, []
+        begun = self._begun
+        self._begun = []
         src, dst, sizes, repeats = zip(*(message for _, message in begun), strict=True)
         tags = np.array([tag for tag, _ in begun])
         self._let_pass(self._time.now_s)
@@ -148,12 +149,17 @@ def phases_of_schedule(
     collective: Collective, ranks: Sequence[int], num_bytes: float
 ) -> list[Phase]:
     """The rounds of a named algorithm."""
-    table, chunk = message_table(collective), collective.chunk_bytes(int(num_bytes))
+    table = message_table(collective)
+    chunk = collective.chunk_bytes(int(num_bytes))
     phases: list[Phase] = []
     for number in range(table.num_rounds):
         rows = table.of_round(number)
-        columns = (table.src[rows].tolist(), table.dst[rows].tolist(), table.chunks[rows].tolist())
-        moves = zip(*columns, strict=True)
+        moves = zip(
+            table.src[rows].tolist(),
+            table.dst[rows].tolist(),
+            table.chunks[rows].tolist(),
+            strict=True,
+        )
         phases.append(
             [VirtualMessage(ranks[src], ranks[dst], n * float(chunk)) for src, dst, n in moves]
         )

@@ -93,7 +93,8 @@ class Pace:
     def watch(self, step: Step) -> None:
         """Hand over the buckets of this step at their moments."""
         self._step = step
-        reduce, size = step.sync.reduce, max(1, step.flat.size)
+        reduce = step.sync.reduce
+        size = max(1, step.flat.size)
 
         def at_its_moment(bucket: slice) -> None:
             self._pass_up_to(self._times.share_of_backward(1 - bucket.start / size))
@@ -107,7 +108,8 @@ class Pace:
             yield
             return
         self._is_computing = True
-        self._budget_s, self._spent_s = self._seconds(kind, detail, microbatch), 0.0
+        self._budget_s = self._seconds(kind, detail, microbatch)
+        self._spent_s = 0.0
         try:
             yield
             self._pass_up_to(1.0)

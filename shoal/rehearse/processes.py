@@ -70,7 +70,8 @@ class VirtualRole:
 
     def signal(self, number: signal.Signals) -> None:
         """It takes a moment. Servers that are asked to end do so with success."""
-        status, time = 0 if self._role == "server" else -int(number), self._processes.time
+        status = 0 if self._role == "server" else -int(number)
+        time = self._processes.time
         for name in [name for name in self._processes.running if name.startswith(self._role)]:
             time.at(time.now_s + _SIGNAL_S, partial(self._processes.kill, name, status))
 

@@ -60,7 +60,8 @@ class VirtualSocket:
         place.sockets.append(self)
 
     def join(self, peer: VirtualSocket) -> None:
-        self._peer, peer._peer = peer, self
+        self._peer = peer
+        peer._peer = self
 
     # ------------------------------------------------------------------ sending
 
@@ -95,8 +96,7 @@ class VirtualSocket:
             while self._flights and self._flights[0].is_here:
                 peer._take(self._flights.popleft().data)
 
-        ends = (self.place.device, peer.place.device)
-        self._network.send([VirtualMessage(*ends, size)], arrived)
+        self._network.send([VirtualMessage(self.place.device, peer.place.device, size)], arrived)
 
     def _take(self, data: Sequence[memoryview] | None) -> None:
         if data is None:

@@ -50,11 +50,13 @@ class VirtualLock(_Entered):
             self._depth += 1
             return True
         if not self._depth:
-            self._owner, self._depth = me, 1
+            self._owner = me
+            self._depth = 1
             return True
         if not blocking:
             return False
-        time, fiber = self._time, self._time.current
+        time = self._time
+        fiber = self._time.current
         end_s = math.inf if timeout < 0 else time.now_s + timeout
         if timeout >= 0:
             time.at(end_s, lambda: time.wake(fiber))
@@ -79,7 +81,8 @@ class VirtualLock(_Entered):
             return
         self._owner = None
         if self._waiting:
-            self._owner, self._depth = self._waiting.popleft(), 1
+            self._owner = self._waiting.popleft()
+            self._depth = 1
             self._time.wake(self._owner)
 
     def _give_up(self, fiber: Fiber) -> None:
@@ -92,7 +95,8 @@ class VirtualLock(_Entered):
         return self._depth > 0
 
     def release_all(self) -> int:
-        depth, self._depth = self._depth, 1
+        depth = self._depth
+        self._depth = 1
         self.release()
         return depth
 

@@ -176,7 +176,8 @@ class VirtualTime:
             thread_switch(self._next())
 
     def join(self, fiber: Fiber, timeout_s: float = math.inf) -> None:
-        me, end_s = self.current, self.now_s + timeout_s
+        me = self.current
+        end_s = self.now_s + timeout_s
         if timeout_s < math.inf:
             self.at(end_s, lambda: self.wake(me))
         while not fiber.is_over and self.now_s < end_s:

@@ -52,7 +52,7 @@ from shoal.rehearse.threading_like import VirtualClock
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig, ServerConfig
-from shoal.runtime.faults import check_faults, faults_of
+from shoal.runtime.faults import Faults, check_faults, faults_of
 from shoal.runtime.files import StepCount, scratch_folder
 from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.run_dir import RunDir
@@ -184,7 +184,9 @@ class _Rehearsal:
 
     def _body(self) -> None:
         """What a launcher does: start all, and decide what follows from each exit."""
-        run_dir, say, workers = self._run_dir, self._said.append, self.spec.workers
+        run_dir = self._run_dir
+        say = self._said.append
+        workers = self.spec.workers
         servers = len(self.server_devices)
         self._events: Any = clock.Queue()
         self.time.current.group = VirtualProcess("launcher", 0)
@@ -193,7 +195,8 @@ class _Rehearsal:
         policy.restart_s = self.spec.losses.restart_s
         self._server_policy = ServerPolicy(servers, self._replication, say, are_here=False)
         write = lambda text, _: say(text.removeprefix("shoal: ").rstrip("\n"))  # noqa: E731
-        time, restart_s = self.time, policy.restart_s
+        time = self.time
+        restart_s = policy.restart_s
         later = lambda act, rank: time.at(time.now_s + restart_s, partial(act, rank))  # noqa: E731
         roles = (
             VirtualRole("worker", workers, self.processes, partial(later, self._start_worker)),
@@ -213,8 +216,9 @@ class _Rehearsal:
                 self._start_worker(rank)
             self._server_policy.look = coordinator.watch(self._server_policy.see)
             self.spec.losses.begin(time, self._lose, self.network.cluster.nodes, self.spec.seed)
-            told = (run_dir, policy, self._server_policy, say, workers, servers)
-            supervisor = Supervisor(*told, events=self._events)
+            supervisor = Supervisor(
+                run_dir, policy, self._server_policy, say, workers, servers, events=self._events
+            )
             supervisor.run(*roles)
         self._result = supervisor.result(workers, SignalEvents(self._events.put), write)
 
@@ -236,7 +240,8 @@ class _Rehearsal:
         self._events.put(ProcessExit(rank, status, clock.monotonic_ns(), role))
 
     def _lose(self, loss: Loss) -> None:
-        lost, devices = f"{loss.role} {loss.number}", self.spec.cluster.node.devices
+        lost = f"{loss.role} {loss.number}"
+        devices = self.spec.cluster.node.devices
         for one in list(self.processes.running.values()):
             if lost in (one.name, f"host {one.device // devices}"):
                 self.processes.kill(one.name)
@@ -247,7 +252,9 @@ class _Rehearsal:
 
     def _serve(self, index: int) -> int:
         """Until it is ended."""
-        copied, address, run_dir = self._replication, self._addresses[index], self._run_dir
+        copied = self._replication
+        address = self._addresses[index]
+        run_dir = self._run_dir
         place = ServerConfig(index, address, None, None, copied.replicas, copied.consistency)
         chain = chain_settings(replace(self._config, server=place))
         has_exited = run_dir.has_exited if self._may_lose else None
@@ -285,7 +292,9 @@ class _Rehearsal:
 
     def _group_of(self, me: GroupMember, tracer: Recorder) -> Group:
         """As `launch/rank/worker_group.py` opens it."""
-        spec, run_dir, rank = self.spec, self._run_dir, me.worker
+        spec = self.spec
+        run_dir = self._run_dir
+        rank = me.worker
         if spec.strategy.is_elastic:
             board = FileBoard(run_dir.members(0), run_dir)
             elastic = VirtualElasticGroup(GroupMembership(board, me, spec.workers), self.exchange)
@@ -294,8 +303,20 @@ class _Rehearsal:
         whole = partial(Virtual, self.exchange, range(spec.workers), rank)
         if not self._may_lose or not (spec.strategy.starts_apart or self._comes_back):
             return Group(Traced(whole(), tracer))
-        place = (run_dir.start_folder(0), rank, spec.workers, run_dir.has_exited)
-        return Group(Traced(Deferred(*place, whole, self._comes_back), tracer))
+        folder = run_dir.start_folder(0)
+        later = Deferred(folder, rank, spec.workers, run_dir.has_exited, whole, self._comes_back)
+        return Group(Traced(later, tracer))
+
+    def _faults_of(self, config: RunConfig, rank: int) -> Faults | None:
+        """Those that the user asked for, which end virtual processes."""
+        faults = faults_of(config, rank, self.spec.workers)
+        if faults is None:
+            return None
+        return replace(
+            faults,
+            end_worker=partial(self._kill, f"worker {rank}"),
+            end_server=lambda _, server: self._kill(f"server {server}"),
+        )
 
     def _work(self, rank: int, incarnation: int) -> None:
         spec, run_dir = self.spec, self._run_dir
@@ -313,15 +334,12 @@ class _Rehearsal:
             incarnation=incarnation,
             run_dir=run_dir if self._may_lose else None,
         )
-        faults = faults_of(replace(config, run_dir=run_dir), rank, spec.workers)
-        if faults is not None:
-            end_server = lambda _, server: self._kill(f"server {server}")  # noqa: E731
-            end_worker = partial(self._kill, f"worker {rank}")
-            faults = replace(faults, end_worker=end_worker, end_server=end_server)
-        meetings, elastic_sum = None, None
+        faults = self._faults_of(replace(config, run_dir=run_dir), rank)
+        meetings = elastic_sum = None
         if self._may_lose and not spec.strategy.is_elastic:
-            where = (run_dir.meetings(0), run_dir, me, spec.workers)
-            meetings, elastic_sum = open_meetings(*where, self._comes_back, math.inf)
+            meetings, elastic_sum = open_meetings(
+                run_dir.meetings(0), run_dir, me, spec.workers, self._comes_back, math.inf
+            )
         step_count = StepCount(run_dir.steps(rank)) if self._may_lose else None
         self._stack.callback(step_count.close if step_count else int)
         local_size = min(devices, spec.workers - rank // devices * devices)

@@ -143,7 +143,9 @@ class _Normalize(torch.autograd.Function):
         inv_std = statistics.inv_std()
         normal = (x - statistics.mean.view(shape)) * inv_std.view(shape)
         ctx.save_for_backward(x, weight)
-        ctx.statistics, ctx.group, ctx.real = statistics, group, real
+        ctx.statistics = statistics
+        ctx.group = group
+        ctx.real = real
         if weight is not None:
             normal = normal * weight.view(shape)
         if bias is not None:

@@ -238,12 +238,15 @@ class HostStreams:
             self._all = self._begun(python)
             if self._with_torch:
                 generator: Any = torch.default_generator
-                get, put, seed = generator.get_state, generator.set_state, generator.manual_seed
+                get = generator.get_state
+                put = generator.set_state
+                seed = generator.manual_seed
                 self._all += self._begun(_Stream(get, put, seed, _torch_words()))
         if not self._has_numpy and "numpy" in sys.modules:
             self._has_numpy = True
             numpy: Any = sys.modules["numpy"].random
-            get, put = numpy.get_state, numpy.set_state
+            get = numpy.get_state
+            put = numpy.set_state
             of_numpy = _Stream(get, put, lambda s: numpy.seed(s % 2**32), _numpy_words())
             self._all = [*self._all, *self._begun(of_numpy)]
         return self._all

@@ -125,7 +125,8 @@ def fused_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """A script's own choice stands; sparse gradients have no such kernel."""
-    kind, groups = type(optimizer), optimizer.param_groups
+    kind = type(optimizer)
+    groups = optimizer.param_groups
     first = next((p for group in groups for p in group["params"]), None)
     return (
         first is not None

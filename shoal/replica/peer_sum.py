@@ -37,7 +37,8 @@ class PeerSum:
         runs = [run for of_bucket in buckets for run in of_bucket]
         self._peers = Peers(pids, rank, runs, table[(size + 1) * _LINE :])
         self._starts = [0, *itertools.accumulate(map(len, buckets))]
-        self._flags, self._told = table.data_ptr(), 0
+        self._flags = table.data_ptr()
+        self._told = 0
         self._own, self._next = (self._flags + 8 * _LINE * each for each in (rank, size))
         elements = sum(run.stop - run.start for run in runs)
         each = max(_ELEMENTS_OF_A_THREAD, elements // (_BLOCKS_OF_A_RANK * size))

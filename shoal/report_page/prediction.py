@@ -28,10 +28,12 @@ def compared(run: RecordedRun) -> Iterator[dict[str, Any]]:
         parts[_OF_PART.get(name, name if name in parts else "communication")] += float(seconds)
     rows = []
     for name in parts:
-        mine, theirs = measured.get(name, 0.0), parts[name]
+        mine = measured.get(name, 0.0)
+        theirs = parts[name]
         if mine or theirs:
             rows.append([name, *map(_shown, (theirs, mine)), _gap(mine - theirs)])
-    total, sum_of_parts = sum(measured.values()), float(predicted["step_s"])
+    total = sum(measured.values())
+    sum_of_parts = float(predicted["step_s"])
     rows.append(["a step", *map(_shown, (sum_of_parts, total)), _gap(total - sum_of_parts)])
     note = (
         f"Predicted for {predicted['cluster']}: "

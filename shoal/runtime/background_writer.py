@@ -34,7 +34,8 @@ class BackgroundWriter:
     def wait(self) -> None:
         """The same; raises the error of the latest action, once."""
         self.join()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

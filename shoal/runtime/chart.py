@@ -12,9 +12,15 @@ from shoal.runtime import svg
 HUES = ["#0072b2", "#e69f00", "#009e73", "#cc4778", "#56b4e9", "#d55e00", "#7b5ea7", "#8a8d00"]
 Points = Sequence[tuple[float, float]]
 Show = Callable[[float], str]
-_LEFT, _TOP, _WIDE, _HIGH, _NAMES = 90, 64, 560, 340, 170  # pixels
+_LEFT = 90  # pixels
+_TOP = 64
+_WIDE = 560
+_HIGH = 340
+_NAMES = 170
 _MOST_MARKS = 14
-_TEXT_WIDE, _TEXT_HIGH, _TEXT_MARKS = 58, 14, ("●○", "■□", "▲△", "◆◇")
+_TEXT_WIDE = 58
+_TEXT_HIGH = 14
+_TEXT_MARKS = ("●○", "■□", "▲△", "◆◇")
 _STYLE = """.axis{stroke:#9aa5b1;fill:none}.grid{stroke:#e3e8ed;fill:none}
 .line{stroke-width:2.5;fill:none}"""
 
@@ -31,7 +37,8 @@ class Axis:
     def marks(self, low: float, high: float) -> list[float]:
         if self.is_log:
             base = self.base or (10.0 if high / low > 100 else 2.0)
-            first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
+            first = math.floor(math.log(low, base))
+            last = math.ceil(math.log(high, base))
             return [base**power for power in range(first, max(last, first + 1) + 1)]
         step = 10 ** math.floor(math.log10(high or 1.0))
         step *= 1 if high / step > 5 else 0.5 if high / step > 2 else 0.2
@@ -40,7 +47,8 @@ class Axis:
     def place(self, value: float, marks: Sequence[float]) -> float:
         """From 0 at the first mark to 1 at the last one."""
         scale = math.log if self.is_log else float
-        first, last = scale(marks[0]), scale(marks[-1])
+        first = scale(marks[0])
+        last = scale(marks[-1])
         return (scale(value) - first) / (last - first)
 
 
@@ -53,7 +61,8 @@ def line_chart(title: str, across: Axis, up: Axis, series: Mapping[str, Points])
     hues = {name: n for n, name in enumerate(dict.fromkeys(map(_plain, series)))}
 
     def at(x: float, y: float) -> tuple[float, float]:
-        right, above = across.place(x, columns), up.place(y, rows)
+        right = across.place(x, columns)
+        above = up.place(y, rows)
         return _LEFT + _WIDE * right, _TOP + _HIGH * (1 - above)
 
     body = [svg.text(24, 34, title, "title"), svg.text(24, _TOP - 14, up.name, "note")]
@@ -106,7 +115,8 @@ def _marks(across: Axis, up: Axis, series: Mapping[str, Points]) -> tuple[list[f
 def text_chart(across: Axis, up: Axis, series: Mapping[str, Points]) -> list[str]:
     """A mark for each point, hollow for ~, and dots from point to point of the last series."""
     columns, rows = _marks(across, up, series)
-    wide, high = _TEXT_WIDE, max(_TEXT_HIGH, len(rows) - 1)
+    wide = _TEXT_WIDE
+    high = max(_TEXT_HIGH, len(rows) - 1)
     grid = [[" "] * (wide + 1) for _ in range(high + 1)]
 
     def at(x: float, y: float) -> tuple[int, int]:
@@ -127,7 +137,8 @@ def text_chart(across: Axis, up: Axis, series: Mapping[str, Points]) -> list[str
     lines = [f"{labels.get(n, ''):>{edge}} │{''.join(row)}".rstrip() for n, row in enumerate(grid)]
     below = ""
     for mark in columns:
-        word, start = across.show(mark), at(mark, rows[0])[1]
+        word = across.show(mark)
+        start = at(mark, rows[0])[1]
         if not below or start > len(below):
             below = f"{below:<{start}}{word}"
     legend = [f"{mark} {_shown(name, series)}" for name, mark in marks.items()]

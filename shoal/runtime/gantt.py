@@ -61,7 +61,8 @@ def rows_of_cells(
     rows = [[(ground.ljust(width), "dim")] * _column(end, tick) for _ in lanes]
     for row, lane in zip(rows, lanes, strict=True):
         for bar in lane.bars:
-            first, last = _column(bar.start, tick), _column(bar.end, tick)
+            first = _column(bar.start, tick)
+            last = _column(bar.end, tick)
             row[first:last] = _cells(bar, last - first, width)
     return rows
 
@@ -109,9 +110,15 @@ def folded(
     return lines
 
 
-_MARGIN, _LEFT, _RIGHT, _TOP = 24, 96, 150, 96  # pixels
-_BAND, _HILL, _GAP = 34, 18, 14
-_NARROWEST, _WIDEST = 560, 6000
+_MARGIN = 24  # pixels
+_LEFT = 96
+_RIGHT = 150
+_TOP = 96
+_BAND = 34
+_HILL = 18
+_GAP = 14
+_NARROWEST = 560
+_WIDEST = 6000
 _STYLE = """
 .title{font-size:20px;font-weight:700}.text{font-size:15px}.note{font-size:13px;fill:#5a6675}
 .stage{font-size:14px;font-weight:700}.ground{stroke:#d5dbe2}.held{fill:#c9b6e0}

@@ -42,10 +42,13 @@ def seed_launched_worker() -> None:
 
 def refuse_plain_training() -> None:
     """Until `allow_training`, the step of an optimizer ends one of several workers."""
-    torch, rank, size = sys.modules.get("torch"), None, None
+    torch = sys.modules.get("torch")
+    rank = None
+    size = None
     with suppress(ShoalError):
         config = RunConfig.from_environment()
-        rank, size = config.rank, config.size
+        rank = config.rank
+        size = config.size
     if torch is None or _hooks or rank is None or size in (None, 1):
         return
 

@@ -162,7 +162,8 @@ def server_threads(num_bytes: float, most: int) -> int:
     return max(1, min(most, int(num_bytes // _THREAD_BYTES)))
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD = -1  # of malloc.h
+_MMAP_THRESHOLD = -3
 _LARGEST_KEPT = 1 << 30
 
 

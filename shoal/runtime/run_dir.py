@@ -52,7 +52,8 @@ from shoal.errors import BadInput
 from shoal.runtime import clock, files
 from shoal.runtime.secret import new_secret, read_secret_file, write_private
 
-RECORDED_TRACE, RECORDED_REPORT = "trace.json", "report.json"  # in the folder of --record
+RECORDED_TRACE = "trace.json"  # in the folder of --record
+RECORDED_REPORT = "report.json"
 _MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un

@@ -103,7 +103,8 @@ class Greeting:
 
     def accept(self, hello: bytes) -> bytes | None:
         """The claim of the side that connects; None where it does not know the key."""
-        nonce, claim = hello[:NONCE_BYTES], hello[NONCE_BYTES:-CODE_BYTES]
+        nonce = hello[:NONCE_BYTES]
+        claim = hello[NONCE_BYTES:-CODE_BYTES]
         self._claims = (self.challenge, nonce, claim, self._bound)
         is_known = is_code(hello[-CODE_BYTES:], self._key, "connects", *self._claims)
         return claim if is_known else None

@@ -36,7 +36,8 @@ class FittingTable(Table):
         left = options.max_width
         wraps = []
         for column in self.columns:
-            column.width, column.no_wrap = None, column.justify == "right"
+            column.width = None
+            column.no_wrap = column.justify == "right"
             natural = self._measure_column(console, options.update(width=10_000), column)
             least = natural.maximum
             if not column.no_wrap:

@@ -143,8 +143,9 @@ class Recorder(Tracer):
         try:
             yield more
         finally:
-            told = (track, str(detail), microbatch)
-            self.spans.append(Span(kind, start_ns, clock.monotonic_ns(), *told, **more))
+            self.spans.append(
+                Span(kind, start_ns, clock.monotonic_ns(), track, str(detail), microbatch, **more)
+            )
 
     def add(self, *span: Any) -> None:
         # list.append is atomic, so hooks on other threads need no lock here
@@ -254,8 +255,12 @@ def from_chrome(file: Path) -> Trace:
             elif event["ph"] == "X":
                 start_ns, length_ns = (round(event[key] * 1e3) for key in ("ts", "dur"))
                 given = {key: event["args"][key] for key in _ARGS if key in event["args"]}
-                known = (event["name"], start_ns, start_ns + length_ns, event["cat"])
-                spans[names[event["pid"]]].append(convert(Span(*known, **given), Span))
+                spans[names[event["pid"]]].append(
+                    convert(
+                        Span(event["name"], start_ns, start_ns + length_ns, event["cat"], **given),
+                        Span,
+                    )
+                )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(wrong) from error
     return spans

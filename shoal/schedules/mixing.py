@@ -162,7 +162,8 @@ def edges_for(graph: str, workers: int) -> tuple[Edges, ...]:
     ):
         raise StrategyError(f"gossip over the graph {graph} takes at most {MAX_WORKERS} replicas")
     one, other = np.array(_named(graph, workers)[1].edges, np.int64).T
-    first, second = np.append(one, other), np.append(other, one)
+    first = np.append(one, other)
+    second = np.append(other, one)
     order = np.argsort(first, kind="stable")
     return ((first[order], second[order]),)
 
@@ -232,10 +233,12 @@ def _check_connected(graph: nx.DiGraph, name: str) -> None:
     if nx.is_strongly_connected(graph):
         return
     if nx.is_weakly_connected(graph):
-        parts, kind = nx.strongly_connected_components(graph), "strongly connected"
+        parts = nx.strongly_connected_components(graph)
+        kind = "strongly connected"
         why = "not every one can be reached from every other, so some would never hear of the rest"
     else:
-        parts, kind = nx.weakly_connected_components(graph), "connected"
+        parts = nx.weakly_connected_components(graph)
+        kind = "connected"
         why = "no path leads from one to another, so each would train a model of its own"
     shown = ["{" + _shortened(nodes) + "}" for nodes in sorted(map(sorted, parts))]
     raise StrategyError(

@@ -54,7 +54,8 @@ class PairwiseGossip(NeighbourNews, Sync):
 
     def __init__(self, replica: Replica, mixing: Mixing, secret: bytes):
         super().__init__(replica)
-        config, rank = replica.config, self.group.rank
+        config = replica.config
+        rank = self.group.rank
         self.rank = rank
         self.gradient_scale = float(self.group.size)
         self.count_news(mixing)
@@ -119,8 +120,14 @@ class PairwiseGossip(NeighbourNews, Sync):
         for link in self._links.values():
             with suppress(OSError):
                 link.send(Header(FrameKind.LEAVE, self.rank))
-        whom, doing = (lambda: f"ranks {sorted(self._training)}"), "the end of training"
-        with waiting(f"rank {self.rank}", whom, doing), self._changed:
+        with (
+            waiting(
+                f"rank {self.rank}",
+                lambda: f"ranks {sorted(self._training)}",
+                "the end of training",
+            ),
+            self._changed,
+        ):
             self._changed.wait_for(lambda: not self._training or self._failure is not None)
         self._end()
 

@@ -32,7 +32,8 @@ from shoal.sync.ddp import LocalSync
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.transport.shm.rank_memory import FREE_MARK, header_bytes
 
-_STEPS, _MISSED = FREE_MARK, FREE_MARK + 1
+_STEPS = FREE_MARK
+_MISSED = FREE_MARK + 1
 
 
 class HogwildSync(InRankMemory):

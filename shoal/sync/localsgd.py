@@ -134,7 +134,8 @@ class LocalSgdSync(CountedSync):
 
     def _send(self, fragment: Fragment) -> None:
         own = self.flat.data[fragment.at]
-        fragment.left, fragment.is_here = self.delay, False
+        fragment.left = self.delay
+        fragment.is_here = False
         fragment.origin = own.clone() if self.delay else None
         fragment.difference = self.agreed[fragment.at] - own
         if self._sends_header:
@@ -176,7 +177,8 @@ class LocalSgdSync(CountedSync):
         has_statistics = not self.delay and number == 0
         statistics = self._mean_statistics() if has_statistics else None
         # all communication is over: from here on a loss interrupts nothing
-        own, agreed = self.flat.data[fragment.at], self.agreed[fragment.at]
+        own = self.flat.data[fragment.at]
+        agreed = self.agreed[fragment.at]
         if self.outer is None:
             agreed -= difference
         else:
@@ -278,7 +280,9 @@ class LocalSgdSync(CountedSync):
         """Other replicas wait for what this one has to give."""
         self.sums.finish()
         for fragment in self.fragments:
-            fragment.left, fragment.difference, fragment.origin = 0, None, None
+            fragment.left = 0
+            fragment.difference = None
+            fragment.origin = None
 
 
 def _put(flat: Tensor, into: Sequence[Tensor]) -> None:

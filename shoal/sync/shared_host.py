@@ -116,7 +116,8 @@ class HostMemory:
         if (pids := readable_peers(exchange)) is None:
             return None
         table_bytes = PeerSum.table_bytes(group.size, len(flat.grads.runs()))
-        start, length = mmap.PAGESIZE + whole_pages(table_bytes), whole_pages(flat.data.nbytes)
+        start = mmap.PAGESIZE + whole_pages(table_bytes)
+        length = whole_pages(flat.data.nbytes)
         num_bytes = start + 2 * length
         fd = memfd.share(exchange, group.rank, num_bytes, memfd.new_generation())
         if fd is None:
@@ -141,7 +142,8 @@ def share(
 
     Else this rank has an optimizer of all parameters.
     """
-    flat, update = replica.flat, replica.update
+    flat = replica.flat
+    update = replica.update
     if not (replica.is_whole and pays(flat, replica.group, wanted) and flat.header_fits):
         return None
     whole = update.optimizer  # where each rank owns a shard of the state, its own is of that shard

@@ -90,7 +90,8 @@ class SharedWeights(Sync):
         self.group = host.local.counted(self.traffic)
         self._across = host.across and host.across.counted(self.traffic)
         self._pages = shared.pages
-        memory, weights_at = shared.memory, shared.weights_at
+        memory = shared.memory
+        weights_at = shared.weights_at
         self._weights = flat.numbers_in(memory, weights_at)
         self._sums = flat.numbers_in(memory, weights_at + len(shared.pages.memory))
         runs = iter(flat.grads.runs())
@@ -205,7 +206,8 @@ class SharedWeights(Sync):
     @contextmanager
     def _slice_is_updated(self) -> Iterator[None]:
         update = self.update
-        whole, params = update.optimizer, update.params
+        whole = update.optimizer
+        params = update.params
         update.take_settings(update.steps)
         for group, of_slice in zip(whole.param_groups, self._optimizer.param_groups, strict=True):
             of_slice |= {k: v for k, v in group.items() if k not in PARAM_KEYS}
@@ -214,7 +216,8 @@ class SharedWeights(Sync):
         try:
             yield
         finally:
-            update.optimizer, update.params = whole, params
+            update.optimizer = whole
+            update.params = params
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -285,7 +288,8 @@ class SharedWeights(Sync):
         return [self._optimizer]
 
     def elsewhere(self) -> list[Tensor]:
-        own, weights = self._slice, self.flat.data
+        own = self._slice
+        weights = self.flat.data
         sums = [self._sums[: own.start], self._sums[own.stop :]]
         return [weights[: own.start], weights[own.stop :], self._weights, *sums]
 

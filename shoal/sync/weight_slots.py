@@ -46,7 +46,8 @@ class WeightSlots:
 
         Each rank makes its own slots, near its cores, and opens those of its neighbours.
         """
-        flat, group = replica.flat, replica.group
+        flat = replica.flat
+        group = replica.group
         if not pays(flat, group, wanted):
             return None
         num_bytes = whole_pages(flat.data.nbytes)
@@ -69,7 +70,8 @@ class WeightSlots:
 
     def mix(self, shares: dict[int, float], turn: int) -> None:
         """All who are heard have updated. Terms go in the order of ranks, as those of messages."""
-        now, other = turn % 2, 1 - turn % 2
+        now = turn % 2
+        other = 1 - turn % 2
         terms = [(self._slots[peer][now], share) for peer, share in shares.items()]
         total = self._slots[self._rank][other]
         if not mix(total, terms):

@@ -63,7 +63,8 @@ class RollbackPoint:
         if not step.sync.undo_steps:
             return
         optimizer = step.update.optimizer
-        self._weights, self._optimizer = None, {}  # before there is another copy
+        self._weights = None  # before there is another copy
+        self._optimizer = {}
         self._weights = step.flat.data.clone()
         self._optimizer = _copied(optimizer.state)
         self._settings = [copy.copy(group) for group in optimizer.param_groups]

@@ -261,7 +261,8 @@ class LiveSender:
         self._looks.append(_Look(time.monotonic(), job.steps, job._throughput.samples, waits))
 
     def record(self) -> dict[str, Any]:
-        first, last = self._looks[0], self._looks[-1]
+        first = self._looks[0]
+        last = self._looks[-1]
         passed_s = max(last.time_s - first.time_s, 1e-9)
         recent = list(self._looks)[-_LOOKS_PER_RECORD:]
         state = "starting" if last.steps == self._first_step else "training"

@@ -66,7 +66,8 @@ def open_handle(device: torch.device, handle: bytes, num_bytes: int) -> Tensor:
         raise CudaIpcError(f"a handle of GPU memory has {HANDLE_BYTES} bytes, not {len(handle)}")
     with torch.cuda.device(device):
         _make_current()
-        pointer, size = ctypes.c_uint64(), ctypes.c_size_t()
+        pointer = ctypes.c_uint64()
+        size = ctypes.c_size_t()
         opened = _Handle.from_buffer_copy(handle)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, _LAZY_PEER_ACCESS)
         release = functools.partial(_release, "cuIpcCloseMemHandle", device)

@@ -110,7 +110,8 @@ class TorchWork:
                     raise PeerLost(self._rank, self._peer, self.doing, limit_s) from error
                 raise as_shoal_error(error, self._rank, self.doing, self._peer) from error
         self._is_done = True
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        self._finish = None
         if finish is not None:
             finish()
 
@@ -160,7 +161,8 @@ def short_tag(tag: int) -> int:
     """
     number = tag & 0xFFFFF
     collective = tag >> 39 & 1
-    space, spaces = 0, tag >> 40
+    space = 0
+    spaces = tag >> 40
     while spaces:  # 20 bits for each group from which this one was split
         space = 37 * space + (spaces & 0xFFFFF)
         spaces >>= 20

@@ -133,7 +133,9 @@ class Binding(NamedTuple):
 
     def _vector(self, slots: SlotBuffers) -> Callable[[], None]:
         """broadcast, reduce, all_reduce, scan: the vector is changed where it lies."""
-        kind, op, out = self.call.kind, self.call.op, _tensor(self.call.out)
+        kind = self.call.kind
+        op = self.call.op
+        out = _tensor(self.call.out)
         is_input_kept = kind == "reduce" and self.rank != self.call.root
         if self.call.out is not self.call.data:
             out.detach().copy_(self.like.detach().reshape(out.shape))
@@ -181,7 +183,8 @@ class Binding(NamedTuple):
         return store
 
     def _all_to_all(self, slots: SlotBuffers) -> Callable[[], None]:
-        data, out = self.call.data, self.call.out
+        data = self.call.data
+        out = self.call.out
         assert data is not None and out is not None
         tensors = isinstance(data, Tensor) and isinstance(out, Tensor)  # lists are copied anyway
         copy = tensors and share_storage(_tensor(out), _tensor(data))

@@ -71,7 +71,8 @@ class SharedGpu:
 
     def submit(self, call: Call) -> QueuedWork | None:
         """None where the call goes through the host's memory."""
-        data, out = call.data, call.out
+        data = call.data
+        out = call.out
         if not isinstance(data, Tensor) or not isinstance(out, Tensor):
             return None
         if not (_is_here(data, self.device) and _is_here(out, self.device)) or not data.numel():
@@ -84,14 +85,16 @@ class SharedGpu:
             return self._submit(call)
         if call.kind not in ("all_reduce", "broadcast"):
             return None
-        flat, into = data.detach().view(-1), out.detach().view(-1)
+        flat = data.detach().view(-1)
+        into = out.detach().view(-1)
         step = CAPACITY // data.itemsize
         pieces = [slice(start, start + step) for start in range(0, data.numel(), step)]
         works = [self._submit(call._replace(data=flat[p], out=into[p])) for p in pieces]
         return works[-1]
 
     def _submit(self, call: Call) -> QueuedWork:
-        data, out = call.data, call.out
+        data = call.data
+        out = call.out
         assert isinstance(data, Tensor) and isinstance(out, Tensor)
         where = self._room(data.nbytes, call.timeout_s)
         stream = torch.cuda.current_stream(self.device)

@@ -88,7 +88,9 @@ class LightWork(_shm.LightWork if is_built() else object):  # type: ignore[misc]
     """An all-reduce that a lane has begun, beside the queue; see `light_lane` of `_shm`."""
 
     __slots__ = ()
-    poll, when_done, times = QueuedWork.poll, QueuedWork.when_done, None  # a timed queue has none
+    poll = QueuedWork.poll  # a timed queue has none
+    when_done = QueuedWork.when_done
+    times = None
 
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
@@ -142,7 +144,8 @@ class SharedMemory(Executor):
         handle = segment.handle
         queue = self.queue
         submit = queue.submit
-        sum_kind, root_kind = KIND_CODES["all_reduce"], KIND_CODES["broadcast"]
+        sum_kind = KIND_CODES["all_reduce"]
+        root_kind = KIND_CODES["broadcast"]
         codes = DTYPE_CODES.get
         total = Op.SUM
 
@@ -216,10 +219,22 @@ class SharedMemory(Executor):
     def exchange_now(self, mine: Tensor, everything: Tensor, timeout_s: float | None) -> None:
         """An all-gather of numbers of 64 bits, within an operation of the queue."""
         segment = self.segment if timeout_s is None else self.segment.within(timeout_s)
-        count, code = mine.numel(), DTYPE_CODES[mine.dtype]
-        at, to = mine.data_ptr(), everything.data_ptr()
-        arguments = (segment.handle, KIND_CODES["all_gather"], at, to, count, code, 0, 0, 0)
-        if outcome := _shm.collective(*arguments, segment.timeout_ns):
+        count = mine.numel()
+        code = DTYPE_CODES[mine.dtype]
+        at = mine.data_ptr()
+        to = everything.data_ptr()
+        if outcome := _shm.collective(
+            segment.handle,
+            KIND_CODES["all_gather"],
+            at,
+            to,
+            count,
+            code,
+            0,
+            0,
+            0,
+            segment.timeout_ns,
+        ):
             segment.check(outcome)
 
     def _with_operands(self, call: Call) -> QueuedWork:

@@ -135,8 +135,13 @@ class Torch(Executor):
             case "all_gather":
                 return dist.all_gather_into_tensor(taken, given, **options), finish
             case "all_to_all" | "all_to_all_uneven":
-                counts = (list(call.recv_counts) or None, list(call.send_counts) or None)
-                return dist.all_to_all_single(taken, given, *counts, **options), finish
+                return dist.all_to_all_single(
+                    taken,
+                    given,
+                    list(call.recv_counts) or None,
+                    list(call.send_counts) or None,
+                    **options,
+                ), finish
             case "scan" | "exclusive_scan":
                 everything = given.new_empty(self.size, given.numel())
                 work = dist.all_gather_into_tensor(everything.view(-1), given, **options)

@@ -91,7 +91,8 @@ class ElasticGroup(Group):
         size = len(members)
         if size == 1:
             return Solo()
-        rank, hosts = members.index(self.membership.me), self._hosts
+        rank = members.index(self.membership.me)
+        hosts = self._hosts
         topology = Topology((tuple(range(size)),), rank)
         if hosts is not None:
             topology = hosts_of(hosts, exchange, rank)
@@ -104,8 +105,15 @@ class ElasticGroup(Group):
         if hosts is None:
             return local
         # every wait ends when the board tells of a loss
-        ends = self.membership.check_forming, partial(self._connected, members)
-        return join_hosts(topology, local, exchange, limit_s, hosts, *ends)
+        return join_hosts(
+            topology,
+            local,
+            exchange,
+            limit_s,
+            hosts,
+            self.membership.check_forming,
+            partial(self._connected, members),
+        )
 
     def _over_nccl(self, generation: Generation, host: Executor, limit_s: float) -> Executor:
         from torch._C._distributed_c10d import FileStore
@@ -118,12 +126,14 @@ class ElasticGroup(Group):
 
     def _connected(self, members: tuple[GroupMember, ...], engine: TcpEngine | None) -> None:
         with self._connecting:
-            self._formed, self._engine = members, engine
+            self._formed = members
+            self._engine = engine
 
     def _lose(self, member: GroupMember) -> None:
         """From a thread: a process has exited, or its host is silent, or this one is cut off."""
         with self._connecting:
-            engine, formed = self._engine, self._formed
+            engine = self._engine
+            formed = self._formed
             if engine is None or member not in formed:
                 return
             is_own = member == self.membership.me

@@ -198,7 +198,8 @@ class RendezvousStore:
         value: bytes = self._store.get(key)
         if self._secret is None:
             return value
-        data, code = value[:-CODE_BYTES], value[-CODE_BYTES:]
+        data = value[:-CODE_BYTES]
+        code = value[-CODE_BYTES:]
         if not is_code(code, self._secret, "store", key.encode(), data):
             number = key.rpartition("/")[2]
             writer = f"rank {number}" if number.isdecimal() and len(number) < 9 else "a rank"

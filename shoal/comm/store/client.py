@@ -57,7 +57,8 @@ class GuardedStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            links, self._free = self._free, []
+            links = self._free
+            self._free = []
         for link in links:
             link.close()
 
@@ -106,7 +107,8 @@ _starting = threading.Lock()
 def meet_at(rendezvous: str, rank: int, secret: bytes, is_one_host: bool) -> GuardedStore:
     """The store of all ranks at tcp://HOST:PORT, which rank 0 serves; at loopback on one host."""
     parts = urlsplit(rendezvous)
-    host, port = parts.hostname or "", parts.port or 0
+    host = parts.hostname or ""
+    port = parts.port or 0
     host = _LOOPBACK if is_one_host else host
     if rank == 0:
         serve(host, port, secret)

@@ -40,7 +40,9 @@ class StoreTable:
 
     def answer(self, request: StoreRequest) -> StoreReply | None:
         """None as long as a key is not there that the request waits for."""
-        operation, keys, values = request.operation, request.keys, self._values
+        operation = request.operation
+        keys = request.keys
+        values = self._values
         has_all = all(key in values for key in keys)
         if operation == "check":
             return StoreReply(number=int(has_all))
@@ -87,7 +89,8 @@ class StoreTable:
         log = self._logs.get(key, [])
         if start < 0 or start >= len(log):
             return None if start == len(log) else StoreReply(refusal=f"{key!r} is shorter")
-        end, num_bytes = start, 0
+        end = start
+        num_bytes = 0
         while end < len(log) and (end == start or num_bytes + len(log[end]) <= _MAX_READ_BYTES):
             num_bytes += len(log[end])
             end += 1

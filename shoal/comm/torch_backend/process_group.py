@@ -226,7 +226,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
-        op, group = op_of(opts), self._for(opts)
+        op = op_of(opts)
+        group = self._for(opts)
         return BackendWork([_all_reduce(group, t, op) for t in tensors], list(tensors))
 
     allreduce_coalesced = allreduce
@@ -237,7 +238,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
-        op, group = op_of(opts), self._for(opts)
+        op = op_of(opts)
+        group = self._for(opts)
         return BackendWork([group.reduce(t, opts.rootRank, op) for t in tensors], list(tensors))
 
     def allgather(

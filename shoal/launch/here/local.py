@@ -170,7 +170,8 @@ class Run:
 
     def server_config(self, config: RunConfig, index: int) -> RunConfig:
         """A server knows the number of workers, and has no rank itself."""
-        spec, copied = self.spec, self.spec.replication
+        spec = self.spec
+        copied = self.spec.replication
         role = replace(config.server, index=index, replicas=copied.replicas)
         server = replace(
             config,
@@ -194,7 +195,8 @@ class Run:
 
         def note_state(rank: int, state: str) -> None:
             if on_progress is not None:
-                show, record = on_progress, {"rank": rank, "state": state}
+                show = on_progress
+                record = {"rank": rank, "state": state}
                 self.sink.call(lambda: show(record))
 
         def is_planned(exit: ProcessExit) -> bool:
@@ -202,16 +204,26 @@ class Run:
             return any(text.startswith(f"{name}@") for text in spec.config.kill)
 
         policy = LossPolicy(self.run_dir, spec.workers, spec.tolerance, self.say, is_planned)
-        counts = (spec.started, spec.servers, spec.config.grace_s)
-        told = (*counts, self.events, note_state)
-        return Supervisor(self.run_dir, policy, servers, self.say, *told)
+        return Supervisor(
+            self.run_dir,
+            policy,
+            servers,
+            self.say,
+            spec.started,
+            spec.servers,
+            spec.config.grace_s,
+            self.events,
+            note_state,
+        )
 
 
 def _run(
     run: Run, pump: output.OutputPump, on_progress: output.OnProgress | None
 ) -> tuple[Supervisor, str]:
     """Start all processes and wait for their end; the name of the run."""
-    spec, run_dir, begun_s = run.spec, run.run_dir, time.monotonic()
+    spec = run.spec
+    run_dir = run.run_dir
+    begun_s = time.monotonic()
 
     def say_before_end(line: str) -> None:
         if not run_dir.ending.exists():  # then servers leave because they are ended
@@ -253,8 +265,9 @@ def enter(
     """
     strategy = spec.config.strategy or "single"
     hosts = hosts or [socket.gethostname()] * spec.workers
-    counts = (spec.workers, spec.servers)
-    facts = RunFacts(strategy, *counts, tuple(spec.command), tuple(hosts), tuple(session))
+    facts = RunFacts(
+        strategy, spec.workers, spec.servers, tuple(spec.command), tuple(hosts), tuple(session)
+    )
     name = enter_run(run_dir, facts)
     if spec.shows_name:
         write(f"shoal: run {name} (shoal stop {name} ends it)\n", True)
@@ -296,7 +309,8 @@ class LocalServers(Processes):
 
     def _start_server(self, index: int, again: bool = False) -> output.LineForwarder:
         """`again`: in the place of one that was lost."""
-        spec, run_dir = self._run.spec, self._run.run_dir
+        spec = self._run.spec
+        run_dir = self._run.run_dir
         environ = self._run.server_config(spec.config, index).to_environment()
         pipes = self.start(spec.server_command, environ, rank=index if again else None)
         run_dir.note(run_dir.server_pid(index), str(self.pid_of(index)))
@@ -328,7 +342,8 @@ class LocalWorkers(Processes):
         self._start_worker(rank, self._run.run_dir.incarnation(rank))
 
     def _start_worker(self, rank: int, incarnation: int = 0) -> None:
-        run, spec = self._run, self._run.spec
+        run = self._run
+        spec = self._run.spec
         config = replace(
             spec.config,
             rank=rank,
@@ -373,7 +388,8 @@ def _in_fork(
 
 def _beside(run: Run, workers: LocalWorkers, servers: LocalServers, begun_s: float) -> ExitStack:
     """Threads that look at the run while it goes on."""
-    spec, run_dir = run.spec, run.run_dir
+    spec = run.spec
+    run_dir = run.run_dir
 
     def running() -> list[tuple[str, int]]:
         names = [(f"worker {rank}", pid) for rank, pid in workers.running()]
@@ -387,7 +403,8 @@ def _beside(run: Run, workers: LocalWorkers, servers: LocalServers, begun_s: flo
         counts = f"{counted(spec.servers, 'server')} and {counted(spec.started, 'worker')}"
         line = f"starting {counts}"
         left_s = max(0.0, begun_s + SILENT_S - time.monotonic())
-        is_heard, has_started = run.sink.is_used, run_dir.all_joined.exists
+        is_heard = run.sink.is_used
+        has_started = run_dir.all_joined.exists
         stack.enter_context(start_notice(line, run.say, is_heard, has_started, left_s))
     takes_back = spec.config.takes_back
     stack.enter_context(join_requests(run_dir, run.events.put, takes_back and spec.body is None))

@@ -111,7 +111,8 @@ def _sets_variables(node: ast.AST) -> bool:
         return not isinstance(node.ctx, ast.Load) and ast.unparse(node.value).endswith("environ")
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
-    on, method = ast.unparse(node.func.value), node.func.attr
+    on = ast.unparse(node.func.value)
+    method = node.func.attr
     return method in ("putenv", "unsetenv") or (
         on.endswith("environ") and method in ("setdefault", "update", "pop", "clear")
     )
@@ -372,13 +373,15 @@ def _run(args: Sequence[str]) -> None:
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         return
     main: Any = ModuleType("__main__")
-    main.__builtins__, main.__annotations__ = builtins, {}
+    main.__builtins__ = builtins
+    main.__annotations__ = {}
     sys.modules["__main__"] = main
     if kind == "-c":
         main.__loader__ = BuiltinImporter
         code = compile(args[1], "<string>", "exec")
     else:
-        main.__file__, main.__cached__ = os.path.abspath(args[0]), None
+        main.__file__ = os.path.abspath(args[0])
+        main.__cached__ = None
         main.__loader__ = SourceFileLoader("__main__", main.__file__)
         code = compile(Path(args[0]).read_bytes(), main.__file__, "exec")
     exec(code, main.__dict__)

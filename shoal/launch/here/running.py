@@ -249,7 +249,8 @@ def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -
         if time.monotonic() > deadline_s:
             raise ShoalError(f"the run in {run_dir.path} has not answered for {limit_s:g} s")
         time.sleep(_LOOK_S)
-    rank, incarnation = answer.get("rank"), answer.get("incarnation")
+    rank = answer.get("rank")
+    incarnation = answer.get("incarnation")
     if not isinstance(rank, int) or not isinstance(incarnation, int):
         raise ShoalError(str(answer.get("sentence")))
     return StartedWorker(rank, incarnation, str(answer.get("sentence")))

@@ -139,7 +139,9 @@ class Supervisor:
 
         Raises what ended it: a signal, an error of the output, or the first failure.
         """
-        run_dir, policy, server_policy = self.run_dir, self.policy, self.server_policy
+        run_dir = self.run_dir
+        policy = self.policy
+        server_policy = self.server_policy
         failures = self.failures({role: each.stderr for role, each in self._processes.items()})
         finished = run_dir.finished_ranks()
         if self.ends_by_signal(failures, finished):
@@ -223,7 +225,8 @@ class Supervisor:
 
     def _is_its_own(self, failure: ProcessFailure) -> bool:
         """It was before the stop, or a worker that was asked to stop says why it has failed."""
-        noticed_ns, report = failure.noticed_ns, failure.report
+        noticed_ns = failure.noticed_ns
+        report = failure.report
         reported_ns = noticed_ns if report is None else report.time_ns
         if self.stopped_ns is None or min(noticed_ns, reported_ns) <= self.stopped_ns:
             return True
@@ -289,7 +292,9 @@ class Supervisor:
 
     def _decide_held(self) -> None:
         """What the servers that were lost at about the same time mean for the run."""
-        held, self._held, self._decide_at_s = self._held, [], None
+        held = self._held
+        self._held = []
+        self._decide_at_s = None
         policy = self.server_policy
         if self._is_ending():
             return

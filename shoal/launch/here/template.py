@@ -36,7 +36,9 @@ from shoal.runtime.parent_death import die_with, in_child
 
 _SERVE = "from shoal.launch.here.template import serve; serve()"
 _REQUEST_BYTES = 128 * 1024
-_PR_SET_CHILD_SUBREAPER, _PR_SET_MM, _PR_SET_MM_MAP = 36, 35, 14
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_MM = 35
+_PR_SET_MM_MAP = 14
 # code, data, heap and stack in /proc/PID/stat (fields from 1), in the order of PR_SET_MM_MAP
 _MEMORY_FIELDS = (26, 27, 45, 46, 47, 28)
 _NO_FILE = 0xFFFFFFFF
@@ -173,7 +175,8 @@ def _become(launcher: int, request: Mapping[str, Any], descriptors: list[int]) -
     os.setsid()
     die_with(launcher)
     os.write(descriptors[0], str(os.getpid()).encode())
-    command, numbers = request["command"], request["numbers"]
+    command = request["command"]
+    numbers = request["numbers"]
     beyond = max([2, *numbers]) + 1  # what has other numbers now may be in the way
     out, err, *others = (fcntl.fcntl(each, fcntl.F_DUPFD, beyond) for each in descriptors[1:])
     for number, descriptor in zip(numbers, others, strict=True):
@@ -191,13 +194,15 @@ def _show_as(command: Sequence[str], env: Mapping[str, str]) -> None:
     texts = (command, [f"{name}={value}" for name, value in env.items()])
     words, variables = (b"".join(os.fsencode(text) + b"\0" for text in each) for each in texts)
     _shown = ctypes.create_string_buffer(words + variables)
-    start, middle = ctypes.addressof(_shown), ctypes.addressof(_shown) + len(words)
+    start = ctypes.addressof(_shown)
+    middle = ctypes.addressof(_shown) + len(words)
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     places = [int(stat[field - 3]) for field in _MEMORY_FIELDS]
     libc = ctypes.CDLL(None)
     libc.sbrk.restype = ctypes.c_void_p
     places[5:5] = [libc.sbrk(0)]
-    shown = (start, middle, middle, middle + len(variables))
-    memory_map = struct.pack("12Q2I", *places, *shown, 0, 0, _NO_FILE)
+    memory_map = struct.pack(
+        "12Q2I", *places, start, middle, middle, middle + len(variables), 0, 0, _NO_FILE
+    )
     size = ctypes.c_ulong(len(memory_map))
     libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, size, 0)

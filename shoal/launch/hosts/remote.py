@@ -195,7 +195,8 @@ class RemoteWorkers(RemoteProcesses):
         )
 
     def _task(self, agent: HostAgent, port: int | None) -> messages.HostTask:
-        spec, placed = self._spec, agent.placed
+        spec = self._spec
+        placed = agent.placed
         name = placed.machine.name
         here = [local for machine, local in self._at.values() if machine.name == name]
         config = replace(self._config, incarnation=agent.incarnation, board=self.board_address)
@@ -268,7 +269,8 @@ class RemoteWorkers(RemoteProcesses):
 
     def _write(self, agent: HostAgent, message: messages.FileWritten) -> None:
         """A file of a worker of this host, with times of the launcher's clock."""
-        rank, text = written_by(message.name), message.text
+        rank = written_by(message.name)
+        text = message.text
         if rank is None or rank not in agent.placed.ranks:
             return
         if message.name.endswith(".json"):

@@ -224,7 +224,8 @@ class RemoteServers(RemoteProcesses):
         )
 
     def _task(self, index: int, machine: Machine) -> messages.ServerTask:
-        run, spec = self._run, self._run.spec
+        run = self._run
+        spec = self._run.spec
         server = max(0, index)
         config = run.server_config(self._with_coordinator(spec.config), server)
         return messages.ServerTask(

@@ -137,7 +137,9 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> error
 
     `finished` are the workers that had finished by then.
     """
-    rank, code, report = failure.rank, failure.returncode, failure.report
+    rank = failure.rank
+    code = failure.returncode
+    report = failure.report
     who = f"{failure.role} {rank}" + (f" on {failure.host}" if failure.host else "")
     tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
     if failure.role == "server":
@@ -156,9 +158,11 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> error
     if report is None and code < 0:
         text = f"{who} {failure.ending}{tail if -code in _CRASHES else ''}"
         return errors.WorkersFailed(rank, 128 - code, text, failure.is_loss)
-    status, trace = code, failure.stderr_tail
+    status = code
+    trace = failure.stderr_tail
     if report is not None:
-        status, trace = report.exit_status, report.traceback or report.sentence
+        status = report.exit_status
+        trace = report.traceback or report.sentence
         if status == 2 and report.sentence:
             return errors.BadInput(report.sentence)
     text = trace.rstrip("\n") or "it wrote nothing to stderr"

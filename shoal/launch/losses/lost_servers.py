@@ -108,7 +108,8 @@ class ServerPolicy:
         """Whether another process is to take the place of this one, whose loss is survived."""
         if exit.returncode == 0:
             return False
-        starts, restarts = self._starts[exit.rank] + 1, self._replication.restarts
+        starts = self._starts[exit.rank] + 1
+        restarts = self._replication.restarts
         is_started_again = may_start and starts <= restarts
         failure = ProcessFailure(exit.rank, exit.returncode, exit.noticed_ns, role="server")
         how = failure.ending if exit.returncode < 0 else f"ended with status {exit.returncode}"
@@ -198,7 +199,8 @@ class ServerPolicy:
             self.removed += 1
             removed = f"{in_words(server)} does not answer and was removed from its chain"
             self._say(f"{removed}; {self.goes_on(shard, but=server)}")
-        members, head = self._members(shard), config.head
+        members = self._members(shard)
+        head = config.head
         if head is not None and head in members and self._heads.get(shard, 0) != head:
             self._heads[shard] = head
             self._say(f"{in_words(self._servers(shard)[head])} is the head of shard {shard} now")

@@ -68,7 +68,8 @@ class LostWorker:
 
     def in_words(self, steps: int = 0) -> str:
         """For the end of a run of so many steps."""
-        missed, who = _missed(self.not_trained(steps)), f"worker {self.rank}"
+        missed = _missed(self.not_trained(steps))
+        who = f"worker {self.rank}"
         if self.away == "joined":
             if self.step is None:
                 return f"{who} came too late to take part: the others had finished"
@@ -270,7 +271,8 @@ class LossPolicy:
 
     def restarts(self, exit: ProcessExit) -> bool:
         """Whether a worker whose loss the run survives is started again now."""
-        lost, self._to_restart = self._to_restart, None
+        lost = self._to_restart
+        self._to_restart = None
         if lost is None or lost.rank != exit.rank:
             return False
         self._start_later(replace(lost, away="returned"))
@@ -331,7 +333,8 @@ class LossPolicy:
         document = read(self._run_dir.back(worker.rank, worker.incarnation))
         if document is None:
             return worker
-        lost_at, step = document["lost_at"], document["step"]
+        lost_at = document["lost_at"]
+        step = document["step"]
         away_s = self._seconds(document["time_ns"]) - worker.after_s
         was_there = lost_at > 0 or (worker.away == "returned" and step > 0)
         return replace(worker, away_s=away_s, lost_at=lost_at if was_there else None, step=step)

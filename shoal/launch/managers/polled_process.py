@@ -39,7 +39,9 @@ class PolledProcess:
         with self._changed:
             self._name = name
             self._lines.clear()
-            self._chars, self._returncode, self._is_dropped = 0, None, False
+            self._chars = 0
+            self._returncode = None
+            self._is_dropped = False
             self._changed.notify_all()
         program = HostProgram(command, environ, given, self._put)
         self._process = HostProcess(program, self._note_end)

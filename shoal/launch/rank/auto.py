@@ -87,12 +87,14 @@ def planned(workload: Workload, batch: int, cluster: Cluster, workers: int, say:
     if not result.ranked:
         raise BadInput(nothing_fits(result.least, result.least_workers))
     best = result.ranked[0]
-    strategy, prediction = best.candidate.strategy, best.prediction
+    strategy = best.candidate.strategy
+    prediction = best.prediction
     with suppress(BadInput):  # what people know, where it fits and is as fast
         ddp = as_strategy("ddp")
         plain = Predictor(workload, cluster).predict(ddp, workers, PlanSettings(batch))
         if plain.fits and plain.step_s <= best.seconds * AS_FAST:
-            strategy, prediction = ddp, plain
+            strategy = ddp
+            prediction = plain
     spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
     step = f"{show_seconds(prediction.step_s)} a step ({spread})"
     say(f"auto: {strategy}, {step}: {why_first(prediction)}")

@@ -87,7 +87,8 @@ def ask_hosts(
     gpus: Sequence[torch.device] = (),
 ) -> Placement:
     """The placement of this rank, when all ranks have said where they are; all ranks call it."""
-    rank, size = placement.rank, placement.size
+    rank = placement.rank
+    size = placement.size
     name = f"hosts of run {number}"
     if store is None:
         own = shared_store(name, rank, size)

@@ -37,7 +37,8 @@ from shoal.runtime.waits import Backoff
 @contextmanager
 def open_rendezvous(placement: Placement, environ: Mapping[str, str] = {}) -> Iterator[str]:
     """The init_method for torch.distributed; its files exist while the block runs."""
-    there, rank = _torchrun_file(placement, environ) or placement.rendezvous, placement.rank
+    there = _torchrun_file(placement, environ) or placement.rendezvous
+    rank = placement.rank
     if not there.startswith("file://"):
         yield there
         return

@@ -73,7 +73,8 @@ class Worker:
         strategy.require_built()
         strategy.layout(placement.size if placement else 1)
         self._group = WorkerGroup(strategy, placement, self.config, number, self.fail)
-        self.rank, self.size = self._group.rank, self._group.size
+        self.rank = self._group.rank
+        self.size = self._group.size
         self.run_dir = self._group.run_dir
         # where a launcher of Shoal, or its agent on this host, reads what this worker writes
         self.report_dir = self.run_dir or config.host_dir
@@ -325,6 +326,8 @@ class Worker:
         from shoal.comm.members.board import GroupMember
         from shoal.comm.members.meetings import open_meetings
 
-        me, comes_back = GroupMember(self.rank, self.config.incarnation), self._group.comes_back
-        file, patience_s = run_dir.meetings(self.number), self._group.patience_s
+        me = GroupMember(self.rank, self.config.incarnation)
+        comes_back = self._group.comes_back
+        file = run_dir.meetings(self.number)
+        patience_s = self._group.patience_s
         return open_meetings(file, run_dir, me, self.size, comes_back, patience_s)

@@ -25,7 +25,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
-from shoal.comm.network import HostNetwork, require_native
+from shoal.comm.network import HostNetwork
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.errors import BadInput, PeerLost, StrategyError
 from shoal.launch.rank.environment import Placement, is_one_host
@@ -108,7 +108,9 @@ class WorkerGroup:
     _fail: Callable[[Exception], None]
 
     def __post_init__(self) -> None:
-        strategy, placement, config = self._strategy, self.placement, self._config
+        strategy = self._strategy
+        placement = self.placement
+        config = self._config
         self.rank, self.size = (placement.rank, placement.size) if placement else (0, 1)
         self.device = asked_device(config.device)
         self.membership: GroupMembership | None = None  # of an elastic run
@@ -134,7 +136,8 @@ class WorkerGroup:
         self.device = choose_device(self._config.device, placement)
         if placement is None or placement.size == 1:
             return
-        term, is_cpu = self._term, self.device.type == "cpu"
+        term = self._term
+        is_cpu = self.device.type == "cpu"
         if term.collective_algorithm is not None and not is_cpu:
             raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
         self._strategy.check_hosts(placement.size, placement.local_size < placement.size)
@@ -146,7 +149,8 @@ class WorkerGroup:
 
     @contextmanager
     def open(self) -> Iterator[Group]:
-        run_dir, placement = self.run_dir, self.placement
+        run_dir = self.run_dir
+        placement = self.placement
         if placement is None or not self._term.communicates:
             yield solo_group()
         elif self._strategy.is_elastic and (run_dir is not None or self._config.board is not None):
@@ -168,8 +172,11 @@ class WorkerGroup:
                         )
                     return stack.enter_context(later).executor
 
-                where = (folder, self.rank, self.size, run_dir.has_exited)
-                yield Group(Deferred(*where, make, self.comes_back))
+                yield Group(
+                    Deferred(
+                        folder, self.rank, self.size, run_dir.has_exited, make, self.comes_back
+                    )
+                )
         else:
             with self._open_full_group(placement) as group:
                 if run_dir is not None:
@@ -192,7 +199,7 @@ class WorkerGroup:
             from shoal.comm.members.network_board import open_board
 
             hosts = HostNetwork(self._config)
-            require_native()
+            hosts.require_native()
             board = open_board(self._config, me, self._number)
         patience_s = self.patience_s + _UNTIL_KILLED_S
         self.membership = GroupMembership(board, me, self.size, patience_s)
@@ -274,7 +281,7 @@ class WorkerGroup:
             if is_one_host(placement, self._config):
                 return key_of_host(self._config)
             secret = require_protected(self._config, "the rendezvous of several hosts", says)
-            require_native()
+            HostNetwork(self._config).require_native()
             if choose_backend(self.device, placement) == "nccl":
                 require_trusted_network(self._config, "NCCL between hosts", says)
             return secret

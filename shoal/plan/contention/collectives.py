@@ -164,7 +164,8 @@ def closed_form(table: MessageTable, chunk: float, routes: Routes) -> RoundTime:
     # the rounds of one message, of which `naive` has a million over 1,024 ranks, together
     single = messages[table.round] == 1
     ways = routes.ways(table.src[single], table.dst[single])
-    paths, sizes = ways.paths, table.chunks[single] * chunk
+    paths = ways.paths
+    sizes = table.chunks[single] * chunk
     slowest = np.append(1 / routes.links, 0.0)[paths].max(axis=1, initial=0.0)
     seconds = float(ways.alphas_s.sum() + (sizes * slowest).sum())
     alone = (seconds, _carried(paths, sizes, routes))

@@ -220,13 +220,16 @@ class Routes:
 
     def ways(self, src: Longs, dst: Longs) -> Ways:
         """Of a message between each pair."""
-        cluster, devices = self.cluster, self.cluster.node.devices
+        cluster = self.cluster
+        devices = self.cluster.node.devices
         nodes = cluster.nodes_per_rack or cluster.nodes
         ports = np.stack([src, cluster.devices + dst], axis=1) + self.links.size
         if self._order is not None:
-            src, dst = self._order[src], self._order[dst]
+            src = self._order[src]
+            dst = self._order[dst]
         (node, place), (other_node, other) = divmod(src, devices), divmod(dst, devices)
-        rack, other_rack = node // nodes, other_node // nodes
+        rack = node // nodes
+        other_rack = other_node // nodes
         apart = (node != other_node).astype(np.int64) + (rack != other_rack)
         pairs, kind = np.unique((apart * devices + other) * devices + place, return_inverse=True)
         rows = np.array([self._row(pair) for pair in pairs.tolist()], np.int64)[kind]
@@ -287,8 +290,7 @@ class MessageNetwork:
         self._number += len(tags)
         self._owner.update(zip(numbers.tolist(), tags.tolist(), strict=True))
         late = (at_ports_s > 0) | (sizes <= 0)
-        columns = (ways.paths[late], sizes[late].tolist(), distances_s[late])
-        waiting = map(_Waiting, *columns)
+        waiting = map(_Waiting, ways.paths[late], sizes[late].tolist(), distances_s[late])
         self._waiting.update(zip(numbers[late].tolist(), waiting, strict=True))
         self._flows.start(ways.ports[late], at_ports_s[late], numbers[late])
         if not late.all():
@@ -372,8 +374,14 @@ def message_table(collective: Collective) -> MessageTable:
     wire = table.src != table.dst
     when, src, dst = (c[wire].astype(np.int64) for c in (table.round, table.src, table.dst))
     key, chunks = np.unique((when * ranks + src) * ranks + dst, return_counts=True)
-    pairs = (key // (ranks * ranks), key // ranks % ranks, key % ranks)
-    return MessageTable(ranks, table.num_rounds, *pairs, chunks.astype(np.float64))
+    return MessageTable(
+        ranks,
+        table.num_rounds,
+        key // (ranks * ranks),
+        key // ranks % ranks,
+        key % ranks,
+        chunks.astype(np.float64),
+    )
 
 
 def simulate_collective(collective: Collective, num_bytes: float, routes: Routes) -> float:

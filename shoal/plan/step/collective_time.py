@@ -169,7 +169,8 @@ def hops(cluster: Cluster, group: RankGroup) -> tuple[RingHop, ...]:
     if places.inside > 1:
         found.append(_inside(cluster, places.inside))
     if places.is_apart:
-        node, nic = cluster.node, cluster.node.nic
+        node = cluster.node
+        nic = cluster.node.nic
         assert nic is not None  # of several nodes
         rate = node.nics * nic.rate / places.leaving
         if node.fabric is None and node.pcie is not None:
@@ -221,7 +222,8 @@ def _ways(
     """In rings, flat or by levels, and over trees where there are some."""
     trips = 2 if kind == "all_reduce" else 1
     places = on_nodes(cluster, group)
-    rings, trees = [_ring(cluster, group, num_bytes, trips)], []
+    rings = [_ring(cluster, group, num_bytes, trips)]
+    trees = []
     if 1 < places.inside < group.size and places.is_even:
         rings.append(_hierarchical(cluster, group, num_bytes, trips))
     if places.is_apart and kind in ("all_reduce", "reduce") and not cluster.device.synchronous:

@@ -53,7 +53,8 @@ class KernelModel:
 
     def busy(self, kernel: Kernel, backward: bool = False) -> tuple[float, float]:
         """Seconds of one kernel on the device: (bound by compute, bound by memory)."""
-        device, name = self.device, kernel.name
+        device = self.device
+        name = kernel.name
         if name not in self._named:
             is_wide = self.dtype == "fp8" and name.partition(" ")[0] in _NOT_FP8
             peak = device.flops_of("bf16") if is_wide else self._peak
@@ -62,7 +63,8 @@ class KernelModel:
         is_attention = name.removesuffix(" backward").endswith("attention")
         key = (*kernel[1:], factor, peak, backward, is_attention, name.startswith(GROUPED))
         if key not in self._known:
-            compute_s, memory_s = 0.0, factor * device.pass_s(kernel.bytes)
+            compute_s = 0.0
+            memory_s = factor * device.pass_s(kernel.bytes)
             if kernel.flops:
                 share = self._attention_share(kernel, backward) if is_attention else None
                 if share is None:
@@ -260,7 +262,8 @@ class LayerClock:
 
     def _time(self, cost: LayerCost, split: Split, groups: AxisGroups, host: float) -> LayerTime:
         again = cost.forward_messages if split.recompute == "full" and cost.recompute else ()
-        kernels, hide = self._model(split.program), split.hide
+        kernels = self._model(split.program)
+        hide = split.hide
         there, back, once_more = (
             self._messages(messages, groups, kernels)
             for messages in (cost.forward_messages, cost.backward_messages, again)
@@ -285,8 +288,17 @@ class LayerClock:
         hiding_s = sum(self._hidden_s(one, groups, kernels) for one in cost.backward_messages)
         calls = (*cost.forward_messages, *cost.backward_messages, *again)
         meetings = sum(groups[MESSAGE_AXES.index(call.axis)].size > 1 for call in calls)
-        spent = (total, forward, backward, weight_s, recompute, tuple(messages))
-        return LayerTime(*spent, hiding_s, meetings, lone_s)
+        return LayerTime(
+            total,
+            forward,
+            backward,
+            weight_s,
+            recompute,
+            tuple(messages),
+            hiding_s,
+            meetings,
+            lone_s,
+        )
 
     def _hide(
         self, messages: list[CollectiveTime], passes: Sequence[KernelTime], split: Split

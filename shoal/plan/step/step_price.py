@@ -315,7 +315,8 @@ class ReplicaPricer:
         Backward of a profile adds, too, and its pace has that in proportion to kernels: what is
         missing is that of kernels which are shorter with fewer rows, those bound by compute.
         """
-        device, precision = self.cluster.device, self.workload.precision
+        device = self.cluster.device
+        precision = self.workload.precision
         backward = [time.backward for time in table.times]
         compute_s = weight_of(stage, [spent.compute_s for spent in backward])
         all_s = weight_of(stage, [spent.seconds for spent in backward])

@@ -212,9 +212,11 @@ def neighbours_pace(noise: Noise, graph: str, workers: int, each: int = 1) -> fl
     if is_even(noise) or workers == 1:
         return own_pace(noise, each)
     # for every worker where its list begins, and all lists: whom it hears, itself included
-    own, heard = np.arange(workers), []
+    own = np.arange(workers)
+    heard = []
     for src, dst in edges_for(graph, workers):
-        sources, hears = np.append(src, own), np.append(dst, own)
+        sources = np.append(src, own)
+        hears = np.append(dst, own)
         order = np.argsort(hears, kind="stable")
         heard.append((np.searchsorted(hears[order], own), sources[order]))
     draws = _draws(noise, workers, each)

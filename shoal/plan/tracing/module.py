@@ -245,7 +245,8 @@ _NUMBERS = ("parameters", "divided_parameters", "expert_parameters", "shared_par
 
 def _merge(name: str, small: Recorded, large: Recorded, rows: tuple[int, int]) -> TracedLayer:
     """One layer of both traces; what only one of them has grows in proportion to the batch."""
-    one, other = small.layers.get(name), large.layers[name]
+    one = small.layers.get(name)
+    other = large.layers[name]
     names = [kernel.large.name for kernel in other.kernels]
     if one is None or [kernel.large.name for kernel in one.kernels] != names:
         one = _scaled(other, rows[0] / rows[1])

@@ -47,7 +47,8 @@ def cost_of(func: OpOverload, arguments: dict[str, Any], out: Any) -> OpCost:
         return NOTHING
     if packet in _PRODUCTS:
         return _PRODUCTS[packet](arguments, out)
-    written, values = bytes_of(out), list(arguments.values())
+    written = bytes_of(out)
+    values = list(arguments.values())
     read = bytes_of(values[1:]) + written if packet in _LOOKUPS else bytes_of(values)
     name = packet.__name__.strip("_")
     if packet in _WIDENING and _is_widened(values, out):
@@ -89,7 +90,8 @@ def _matrix(name: str, left: str, right: str) -> Callable[[dict[str, Any], Any],
     """[.., m, k] x [.., k, n], where `left` and `right` name the arguments."""
 
     def cost(arguments: dict[str, Any], out: Any) -> OpCost:
-        a, b = arguments[left], arguments[right]
+        a = arguments[left]
+        b = arguments[right]
         rows = a.shape[-2] if a.dim() > 1 else 1
         columns = b.shape[-1] if b.dim() > 1 else 1
         batch = math.prod(a.shape[:-2])
@@ -131,9 +133,11 @@ def _convolution_sizes(out_shape: Sequence[int], x: Tensor, arguments: dict[str,
     groups = arguments["groups"]
     spatial = x.shape[2:] if arguments["transposed"] else out_shape[2:]
     positions = x.shape[0] * math.prod(spatial)
-    outputs, inputs = weight.shape[0], weight.shape[1]
+    outputs = weight.shape[0]
+    inputs = weight.shape[1]
     if arguments["transposed"]:
-        outputs, inputs = weight.shape[1] * groups, weight.shape[0] // groups
+        outputs = weight.shape[1] * groups
+        inputs = weight.shape[0] // groups
     window = math.prod(weight.shape[2:])
     return _Product(positions, outputs // groups, inputs * window, groups)
 
@@ -161,7 +165,8 @@ def _convolution_backward(arguments: dict[str, Any], out: Any) -> OpCost:
 def _attention_cost(
     name: str, arguments: dict[str, Any], out: Any, *, products: int, counted: int
 ) -> OpCost:
-    query, key = arguments["query"], arguments["key"]
+    query = arguments["query"]
+    key = arguments["key"]
     heads = math.prod(query.shape[:-2])
     sizes = _Product(query.shape[-2], key.shape[-2], query.shape[-1], heads)
     seen = 0.5 if arguments.get("is_causal") else 1.0

@@ -110,7 +110,8 @@ class TraceRecorder:
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                enter = partial(self._enter, name)
+                leave = partial(self._leave, name)
                 before = module.register_forward_pre_hook(enter, with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(module.register_forward_hook(leave).remove)
@@ -140,7 +141,8 @@ class TraceRecorder:
         self._stack.append(name)
         if self._is_backward:
             return
-        role, given = self._roles.get(name), tensors_of((args, kwargs))
+        role = self._roles.get(name)
+        given = tensors_of((args, kwargs))
         if name in self._units:
             num_bytes = bytes_of([t for t in given if t.requires_grad])
             if self._layer is not None and num_bytes:
@@ -254,7 +256,8 @@ class TraceRecorder:
         layers = list(self._layers.values())
         homes: dict[str, int] = {}
         for tensor in sorted(held, key=lambda tensor: tensor.layer):
-            sizes, number = layers[tensor.layer].sizes, math.prod(tensor.shape)
+            sizes = layers[tensor.layer].sizes
+            number = math.prod(tensor.shape)
             if tensor.name in homes:
                 is_shared = homes[tensor.name] != tensor.layer
                 sizes["shared_parameters"] += number if is_shared else 0

@@ -246,7 +246,8 @@ def _kv(sizes: TransformerSizes, split: Split) -> float:
 
 def _projections(sizes: TransformerSizes, split: Split) -> list[tuple[str, float, float]]:
     """The products of attention: name, columns and rows of the matrix that a rank holds."""
-    hidden, attention = sizes.hidden, sizes.attention / split.tp
+    hidden = sizes.hidden
+    attention = sizes.attention / split.tp
     projection = ("projection", float(hidden), attention)
     if not sizes.kv_rank:
         return [("qkv", attention + 2 * _kv(sizes, split), hidden), projection]
@@ -271,7 +272,8 @@ def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple
     per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
     times = copies if sizes.experts > 1 else 1
     if split.fold_ep and sizes.experts > 1:
-        times, inner = copies / split.tp, float(sizes.inner)
+        times = copies / split.tp
+        inner = float(sizes.inner)
     up = 2 if sizes.gated else 1
     which = GROUPED if sizes.experts > 1 else ""
     found = [
@@ -543,9 +545,11 @@ def _pytorch_head(sizes: TransformerSizes, width: Width, split: Split, columns: 
     hidden = tokens * sizes.hidden
     weights = columns * sizes.hidden
     loss = loss_cost(tokens * columns, width, split.program)
-    norm, back = "native_layer_norm", "native_layer_norm_backward"
+    norm = "native_layer_norm"
+    back = "native_layer_norm_backward"
     if is_compiled:
-        norm, back = "fused norm", "fused norm backward"
+        norm = "fused norm"
+        back = "fused norm backward"
     again = (logits,) if split.program.loss == "chunked" else ()
     return LayerCost(
         forward=(

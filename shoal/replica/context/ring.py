@@ -260,7 +260,8 @@ def _round_the_ring(
     """The keys and values of every rank, own ones first, each while it is sent on."""
     message = torch.cat([k.reshape(-1), v.reshape(-1)])
     owner = plan.group.rank
-    keys, values = k, v
+    keys = k
+    values = v
     for hop in plan.schedule.hops(owner, plan.schedule.keys_and_values):
         incoming, work = _exchange(hop, message, k, v, plan, _KEYS_TAG)
         yield owner, keys, values

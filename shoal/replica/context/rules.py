@@ -202,7 +202,9 @@ _PARAMETERS = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
 
 def _attention(op: ShardedCall) -> Any:
     given = dict(zip(_PARAMETERS, op.args, strict=False)) | op.kwargs
-    q, k, v = given["query"], given["key"], given["value"]
+    q = given["query"]
+    k = given["key"]
+    v = given["value"]
     if not isinstance(q, SequenceShard) or q.spec.dim != q.dim() - 2 or q.dim() < 3:
         return NotImplemented
     if _can_ring(q, k, v, given):
@@ -235,7 +237,8 @@ def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
     if groups > 1:  # several heads of queries share a head of keys
         heads = k.shape[-3]
         q = torch.unflatten(q, -3, (heads, groups))
-        k, v = k.unsqueeze(-3), v.unsqueeze(-3)
+        k = k.unsqueeze(-3)
+        v = v.unsqueeze(-3)
         mask = _grouped(mask, heads, groups)
     dropout = float(given.get("dropout_p") or 0.0)
     scale = given.get("scale")

@@ -176,7 +176,8 @@ def _spread(index: tuple[Any, ...], dims: int) -> list[Any] | None:
 
 def _index_one(op: ShardedCall, x: SequenceShard) -> Any:
     """`select` and `narrow`, as an index of one dimension."""
-    dim, item = op.argument(1, "dim"), op.argument(2, "index" if op.name == "select" else "start")
+    dim = op.argument(1, "dim")
+    item = op.argument(2, "index" if op.name == "select" else "start")
     if not isinstance(item, int):
         return NotImplemented
     if op.name == "narrow":

@@ -109,7 +109,8 @@ class ListedExperts:
     def _is_same(self, noted: _Call, call: _Call) -> bool:
         if noted.expert != call.expert or noted.tokens.shape != call.tokens.shape:
             return False
-        a, b = noted.tokens.detach(), call.tokens.detach()
+        a = noted.tokens.detach()
+        b = call.tokens.detach()
         return self._is_checked or torch.allclose(a, b, equal_nan=True)
 
     def _differs(self) -> BadInput:

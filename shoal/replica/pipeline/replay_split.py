@@ -74,7 +74,8 @@ class _Reader(ast.NodeVisitor):
             return
         self._inside.append((found, function))
         before = self._self, self._local
-        self._self, self._local = next(iter(inspect.signature(function).parameters), "self"), {}
+        self._self = next(iter(inspect.signature(function).parameters), "self")
+        self._local = {}
         with suppress(OSError, TypeError, SyntaxError):
             self.visit(parse_module(textwrap.dedent(inspect.getsource(function))))
         self._self, self._local = before
@@ -128,7 +129,8 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute) and (path := self._path(node.value)):
             return f"{path}.{node.attr}"
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            path, index = self._path(node.value), node.slice.value
+            path = self._path(node.value)
+            index = node.slice.value
             return f"{path}.{index}" if path and isinstance(index, int) else ""
         return ""
 

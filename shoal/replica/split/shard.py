@@ -144,7 +144,8 @@ class ReplicaGradNorm:
             norms[indices] = torch.stack([norm_of[p] for p in counted]).to(norms)
         if self._dp is not None:
             self._dp.all_reduce(norms).wait()
-        tensor, experts = shard.tensor, shard.experts
+        tensor = shard.tensor
+        experts = shard.experts
         if tensor is not None:
             here = [(p, i) for p, i in shard.index_of.items() if shard.is_counted_here(p)]
             norms = _combine(norms, [i for p, i in here if tensor.is_slice(p)], tensor.group)

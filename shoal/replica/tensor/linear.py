@@ -111,7 +111,8 @@ class TensorParallelLinear(TensorParallelLayer):
         linear = linear_like(original)
         assert linear is not None
         self.linear: LinearLike = linear
-        self.in_features, self.out_features = linear.inputs, linear.outputs
+        self.in_features = linear.inputs
+        self.out_features = linear.outputs
         self.spec = spec
         self.register("weight", original.weight)
         self.register("bias", original.bias)
@@ -208,7 +209,8 @@ class VocabularyEmbedding(nn.Embedding, TensorParallelLayer):
             else type(kind.__name__, (kind, VocabularyEmbedding), {})
         )
         assert isinstance(table, VocabularyEmbedding)
-        table.group, table.rng = group, rng
+        table.group = group
+        table.rng = rng
         table.spec = ShardSpec.even(0, table.num_embeddings, group.size)
         table.specs = {"weight": table.spec}
         return table

@@ -72,8 +72,15 @@ def frames_of(collective: Collective) -> list[Frame]:
         before = [dict(slots) for slots in state]
         next(running)
         after = [dict(slots) for slots in state]
-        texts = (f"Round {number} of {len(collective.table)}", _sentence(collective, transfers))
-        frames.append(Frame(*texts, tuple(transfers), before, after))
+        frames.append(
+            Frame(
+                f"Round {number} of {len(collective.table)}",
+                _sentence(collective, transfers),
+                tuple(transfers),
+                before,
+                after,
+            )
+        )
     return frames
 
 
@@ -194,8 +201,11 @@ def _cell(collective: Collective, bits: int | None, old: int | None) -> Text:
 
 
 Point = tuple[float, float]
-START_S, ROUND_S, END_S = 3.0, 3.0, 5.0
-_LEAVE, _ARRIVE = 0.2, 0.75  # of a round
+START_S = 3.0
+ROUND_S = 3.0
+END_S = 5.0
+_LEAVE = 0.2  # of a round
+_ARRIVE = 0.75
 
 
 @dataclass(frozen=True)
@@ -268,7 +278,10 @@ class Animation:
 
 MOST_RANKS = 16
 MOST_TRANSFERS = 1500
-_LAMP, _GAP, _MARGIN, _HEAD = 16, 5, 24, 122  # pixels
+_LAMP = 16  # pixels
+_GAP = 5
+_MARGIN = 24
+_HEAD = 122
 _STYLE = """
 .title{font-size:20px;font-weight:700}.text{font-size:16px}.note{font-size:13px;fill:#5a6675}
 .rank{font-size:14px;font-weight:700}.slot{font-size:12px;fill:#5a6675}
@@ -386,7 +399,8 @@ def _box(plan: _Plan, rank: int, frames: list[Frame], animation: Animation) -> s
 
 
 def _label(plan: _Plan, slot: int, corner: Point) -> str:
-    x, y = corner[0] - 5, corner[1] + plan.cell[1] / 2 + 4
+    x = corner[0] - 5
+    y = corner[1] + plan.cell[1] / 2 + 4
     return svg.text(x, y, slot_label(plan.collective, slot), "slot", text_anchor="end")
 
 
@@ -417,9 +431,11 @@ def _between(plan: _Plan, src: int, dst: int) -> tuple[Point, Point]:
     wide, high = plan.box
     corners = (plan.corners[src], plan.corners[dst])
     (ax, ay), (bx, by) = ((x + wide / 2, y + high / 2) for x, y in corners)
-    dx, dy = bx - ax, by - ay
+    dx = bx - ax
+    dy = by - ay
     length = math.hypot(dx, dy) or 1.0
-    side_x, side_y = -dy / length * 7, dx / length * 7
+    side_x = -dy / length * 7
+    side_y = dx / length * 7
     reach_x = (wide / 2 + 6) / abs(dx) if dx else math.inf
     reach_y = (high / 2 + 6) / abs(dy) if dy else math.inf
     reach = min(reach_x, reach_y)

@@ -161,7 +161,8 @@ class ChainManager:
 
     def _first(self, now_s: float) -> ChainConfig | None:
         """Of all founders, or of those that are alive where others were lost before."""
-        alive, node = self._alive or {}, self.node
+        alive = self._alive or {}
+        node = self.node
         there = tuple(m for m in self._founders if m in alive)
         is_complete = there == self._founders or self.lease.is_settled(now_s, FOUNDING_S)
         if there[:1] != (node.me,) or alive[node.me] != node.incarnation or not is_complete:

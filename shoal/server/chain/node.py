@@ -365,7 +365,9 @@ class ChainNode:
 
     def _forward(self, entries: tuple[Entry, ...]) -> list[Effect]:
         assert self.successor is not None
-        to, epoch, committed = self.successor, self.epoch, self.committed
+        to = self.successor
+        epoch = self.epoch
+        committed = self.committed
         return [Send(to, Append(epoch, each.position, committed, each.op)) for each in entries]
 
     def _teach(self, learner: int, entries: tuple[Entry, ...]) -> list[Effect]:

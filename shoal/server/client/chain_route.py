@@ -262,7 +262,8 @@ class ChainRoute(route.Route):
     def _use_fresh_control(self) -> None:
         """Lead over the connection to a new head, the first time that this is asked."""
         with self._searching:
-            fresh, self._control = self._control, None
+            fresh = self._control
+            self._control = None
         if fresh is not None:
             self._lead("control", fresh, self._found_at or 0)
 

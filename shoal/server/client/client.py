@@ -151,12 +151,14 @@ class Client:
                 else:
                     route = ChainRoute(caller, index, address)
                 self.links.append(ServerLink(route, tracer))
-            made, sums = None, partial_sums(first)
+            made = None
+            sums = partial_sums(first)
             if any(link.route.is_unix for link in self.links):
                 made = shared.make(self.dtype, self.size, sums)
             if made is not None:
                 memory, descriptor = made
-                self.out, self.inbox = memory.out, memory.inbox
+                self.out = memory.out
+                self.inbox = memory.inbox
             else:
                 self.out = torch.zeros(sums, self.size, dtype=self.dtype)
                 self.inbox = torch.zeros(self.size, dtype=self.dtype)
@@ -236,9 +238,18 @@ class Client:
                 num_bytes = (stop - start) * self.out.element_size()
                 self.shared_bytes += num_bytes
                 if self.tracer.enabled:
-                    now_ns, server = clock.monotonic_ns(), link.route.server("push")
-                    told = (f"push {server}", "shared memory", None, num_bytes, server)
-                    self.tracer.add("push", now_ns, now_ns, *told)
+                    now_ns = clock.monotonic_ns()
+                    server = link.route.server("push")
+                    self.tracer.add(
+                        "push",
+                        now_ns,
+                        now_ns,
+                        f"push {server}",
+                        "shared memory",
+                        None,
+                        num_bytes,
+                        server,
+                    )
             else:
                 final = self.out[:, elements] if held is None else held.reshape(1, -1)
                 for index, gradients in enumerate(final[:, start - elements.start :]):

@@ -345,7 +345,8 @@ class ServerExchange:
 
 def _meta(asked: Asked, answer: bytes, payload_bytes: int) -> bytes:
     link, request, connection = asked
-    header, meta = unpack(answer), answer[HEADER_BYTES:]
+    header = unpack(answer)
+    meta = answer[HEADER_BYTES:]
     verify(answer, meta, header)
     connection.received_bytes += len(answer) + header.payload_bytes
     connection.requests += 1

@@ -134,7 +134,8 @@ class Route:
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
                 is_final = isinstance(error, Closed) and self.is_unix
                 after_s = round(clock.monotonic() - start_s, 1)
-                run_dir, is_again = self.caller.config.run_dir, self.caller.config.incarnation > 0
+                run_dir = self.caller.config.run_dir
+                is_again = self.caller.config.incarnation > 0
                 # started again too late: a server may end with the worker it is in
                 if is_again and run_dir is not None and run_dir.finished_ranks():
                     raise RunOver(self.rank) from error

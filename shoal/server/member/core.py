@@ -348,8 +348,9 @@ class ChainCore:
         self, sender: int, header: Header, meta: bytes, connection: Connection
     ) -> None:
         """At a learner; a snapshot for an earlier life, or from a former tail, has no effect."""
-        limits = (header.payload_bytes, self.host.max_bytes)
-        snapshot, tensors = read_snapshot(meta, connection, *limits)
+        snapshot, tensors = read_snapshot(
+            meta, connection, header.payload_bytes, self.host.max_bytes
+        )
         with self.settled():
             node = self.node
             is_wanted = node.incarnation == snapshot.incarnation and node.takes_snapshot

@@ -152,7 +152,8 @@ class Returned(Operation, frozen=True, tag="returned"):
     worker: Count
 
     def apply_to(self, model: ServedModel, payload: Payload) -> messages.Entered:
-        membership, state = model.membership, model.state
+        membership = model.membership
+        state = model.state
         with model.lock:
             membership.check()
             member = membership.members[self.worker]

@@ -165,10 +165,19 @@ class PeerLink:
 
     @contextmanager
     def _span(self, connection: Connection, tracer: Tracer) -> Iterator[None]:
-        start_ns, before_bytes = clock.monotonic_ns(), connection.sent_bytes
+        start_ns = clock.monotonic_ns()
+        before_bytes = connection.sent_bytes
         yield
-        told = (f"chain {self._name}", "", None, connection.sent_bytes - before_bytes, self._name)
-        tracer.add("send", start_ns, clock.monotonic_ns(), *told)
+        tracer.add(
+            "send",
+            start_ns,
+            clock.monotonic_ns(),
+            f"chain {self._name}",
+            "",
+            None,
+            connection.sent_bytes - before_bytes,
+            self._name,
+        )
 
     def _send_posted(self, connection: Connection, posted: Posted) -> None:
         if isinstance(posted, memoryview):

@@ -116,7 +116,8 @@ class ChainRuntime(ChainCore):
     def await_committed(self) -> None:
         """Wait until all that has been applied here is committed."""
         with self.changed:
-            node, upto = self.node, self.node.position
+            node = self.node
+            upto = self.node.position
             if not self.is_eventual:
                 self._await_change(lambda: node.committed >= upto, node)
 

@@ -114,7 +114,8 @@ class Keeper:
             self._registered = alive
 
     def _alive_now(self) -> Alive:
-        links, node = self._runtime.links, self._runtime.node
+        links = self._runtime.links
+        node = self._runtime.node
         apart_s = _APART_OF_TTL * self._ttl_s
         apart = tuple(peer for peer, link in links.items() if link.down_s > apart_s)
         life = {"incarnation": node.incarnation, "pid": os.getpid()}

@@ -237,9 +237,22 @@ class HotTable:
         owned = self.table.direct
         if owned is None or (copies and self._fresh < max(0, version)):
             return False
-        counts, copy_counts = self.recent.array, self._copies_served.array if copies else None
-        rows = (ids, places, copies, 4 * self.spec.dim, target)
-        if native.rows.gather(*rows, self._copies, owned, counts, copy_counts) >= 0:
+        counts = self.recent.array
+        copy_counts = self._copies_served.array if copies else None
+        if (
+            native.rows.gather(
+                ids,
+                places,
+                copies,
+                4 * self.spec.dim,
+                target,
+                self._copies,
+                owned,
+                counts,
+                copy_counts,
+            )
+            >= 0
+        ):
             return False
         self.recent.add(ids, is_counted=True)
         if copies:

@@ -68,8 +68,9 @@ class Log:
             verdict = self._state.ledger.judge(worker, commit.step)
         except ImpossiblePush as error:
             raise Refused(str(error)) from error
-        told = (commit.batch_fraction, commit.lr, commit.save)
-        push = messages.PushDecided(worker, sequence, commit.step, verdict, *told)
+        push = messages.PushDecided(
+            worker, sequence, commit.step, verdict, commit.batch_fraction, commit.lr, commit.save
+        )
         self._append(push)
         position = self.position
         saved = self._complete_step(push)

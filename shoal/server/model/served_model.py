@@ -149,7 +149,8 @@ class ServedModel:
     @property
     def will_have_weights(self) -> bool:
         """Whether the first weights are here, or a live worker gives them."""
-        state, membership = self.state, self.membership
+        state = self.state
+        membership = self.membership
         is_asked = state.weights_from is not None and state.weights_from not in membership.departed
         return state.has_weights or is_asked or bool(membership.are_from_start)
 
@@ -321,7 +322,9 @@ class ServedModel:
 
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:
-            state, membership, ledger = self.state, self.membership, self.state.ledger
+            state = self.state
+            membership = self.membership
+            ledger = self.state.ledger
             counts: dict[str, Any] = {
                 "updates": ledger.updates,
                 "sent_again": state.repeated_pushes,

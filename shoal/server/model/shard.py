@@ -84,7 +84,8 @@ class PushBuffer:
 
     def take_arrived(self) -> PushTensors | None:
         """The push that has been received; None if it is in the buffer already."""
-        arrived, self._arriving = self._arriving, None
+        arrived = self._arriving
+        self._arriving = None
         return arrived
 
     def install(self, tensors: PushTensors, recycles: bool) -> None:

@@ -100,7 +100,8 @@ class StateTensors(NamedTuple):
 
 def saved_state(model: ServedModel, number: int = 0) -> tuple[ShardDocument, list[Tensor]]:
     """Copies, made under the model's lock; nothing in them changes later."""
-    state, shard = model.state, model.state.shard
+    state = model.state
+    shard = model.state.shard
     members = model.membership.members
     optimizer, tensors = get_state(shard, steps=0)
     if shard.optimizer is not None:
@@ -190,7 +191,8 @@ class ModelImage(messages.WireMessage, frozen=True):
 def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]:
     """Copies of everything; called between two operations."""
     with model.lock:
-        state, membership = model.state, model.membership
+        state = model.state
+        membership = model.membership
         saved, tensors = saved_state(model)
         tensors += [state.shard.sum.to("cpu", copy=True), state.shard.loss_flags.clone()]
         workers = [_worker_image(model, m, tensors) for m in membership.members.values()]
@@ -230,8 +232,10 @@ def _describe(pushes: Any, tensors: list[Tensor]) -> tuple[messages.RowBatch, ..
 
 def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> None:
     """Under the model's lock. Any error of torch, or StopIteration, if the tensors do not fit."""
-    state, shard = model.state, model.state.shard
-    document, saved = image.saved, StateTensors.of(image.saved, source)
+    state = model.state
+    shard = model.state.shard
+    document = image.saved
+    saved = StateTensors.of(image.saved, source)
     shard.data.copy_(saved.weights)
     load_optimizer(shard, document.optimizer, [tensor.clone() for tensor in saved.optimizer])
     for table in document.tables:

@@ -221,7 +221,8 @@ class Follower:
                 if address is not None:
                     self._subscribe(address, _COPY_CONNECT_S)
                     self._read()
-            connection, self.connection = self.connection, None
+            connection = self.connection
+            self.connection = None
             if connection is not None:
                 connection.close()
             attempt += 1

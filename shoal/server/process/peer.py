@@ -166,7 +166,9 @@ class Peer:
         with model.lock:
             while (active := member.channels.get(self.channel)) is not None:
                 self._displace(model, member, active)
-            self.model, self.member, self.has_entered = model, member, True
+            self.model = model
+            self.member = member
+            self.has_entered = True
             member.channels[self.channel] = self._active
             if self.channel == "push":
                 member.pushes.begin()  # it is sent again from its start
@@ -212,7 +214,9 @@ class Peer:
 
     def _returns(self, is_broken: bool) -> bool:
         """Give up the channel; whether the worker comes back with another connection."""
-        model, channels, membership = self.model, self.member.channels, self.model.membership
+        model = self.model
+        channels = self.member.channels
+        membership = self.model.membership
         with model.lock:
             if channels.get(self.channel) is self._active:
                 del channels[self.channel]
@@ -262,9 +266,11 @@ class Peer:
     def _serve_one(self) -> None:
         header, meta = self.connection.receive(self._max_meta_bytes())
         registered = self._check(header)
-        slowness, connection = self.host.slowness, self.connection
+        slowness = self.host.slowness
+        connection = self.connection
         end_bytes = connection.received_bytes + header.payload_bytes
-        start_ns, before_bytes = clock.monotonic_ns(), connection.sent_bytes + self.shared_bytes
+        start_ns = clock.monotonic_ns()
+        before_bytes = connection.sent_bytes + self.shared_bytes
         try:
             slowness.begin()
             self._check_place(header)
@@ -275,10 +281,16 @@ class Peer:
             slowness.pay()
             if self.host.tracer.enabled and self.channel in _TRACED:
                 num_bytes = connection.sent_bytes + self.shared_bytes - before_bytes
-                told = (header.kind.name, None, num_bytes, self.worker)
                 track = f"{self.channel} rank {self.worker}"
                 self.host.tracer.add(
-                    _TRACED[self.channel], start_ns, clock.monotonic_ns(), track, *told
+                    _TRACED[self.channel],
+                    start_ns,
+                    clock.monotonic_ns(),
+                    track,
+                    header.kind.name,
+                    None,
+                    num_bytes,
+                    self.worker,
                 )
         except ModelFailure as failure:
             connection.skip(end_bytes - connection.received_bytes)

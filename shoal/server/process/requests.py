@@ -153,7 +153,8 @@ def share_device(peer: Peer, header: Header, asked: messages.DeviceAsked) -> Non
 @handles(FrameKind.BUCKET, "push", has_payload=True)
 def bucket(peer: Peer, header: Header, meta: bytes) -> None:
     """Some elements of a push, straight into its buffer; no answer."""
-    start, count = header.argument, header.payload_bytes
+    start = header.argument
+    count = header.payload_bytes
     itemsize = peer.member.pushes.gradients.element_size()
     if peer.member.shares_memory:
         raise Refused("BUCKET from a worker that shares its memory")
@@ -199,7 +200,6 @@ def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
             pushes.arriving.gradients.copy_(peer.member.out)
     rows = pushes.take_rows()
     batches = tuple(messages.RowBatch(push.table, len(push.ids), push.lr) for push in rows)
-    identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
     payload = operations.Payload(rows=rows, push=pushes.take_arrived())
     sent: list[memoryview | None] = []  # by another thread; what is left of the answer
 
@@ -210,7 +210,11 @@ def commit(peer: Peer, header: Header, request: messages.Commit) -> None:
                 sent.append(peer.connection.send_now(peer.ok, encode(ack)))
 
     ack: messages.Ack = peer.host.execute(
-        operations.Pushed(*identity, request, batches), payload, answer_early
+        operations.Pushed(
+            peer.model_id, peer.worker, peer.incarnation, header.sequence, request, batches
+        ),
+        payload,
+        answer_early,
     )
     if ack.verdict == "again":
         peer.model.note_repeat()

@@ -44,7 +44,8 @@ def pull(peer: Peer, header: Header, request: RowBatch) -> None:
             raise Refused(f"memory {request.memory} has no room for {request.places} rows")
         numbers = read_numbers(peer.connection, 2 * count)
         rows = memory[: request.places * dim].reshape(request.places, dim)
-        ids, target = numbers[:count], RowTarget(rows, numbers[count:])
+        ids = numbers[:count]
+        target = RowTarget(rows, numbers[count:])
     try:
         pulled = peer.read(lambda: peer.model.pull_rows(peer.worker, request, ids, target))
     except IndexError as error:

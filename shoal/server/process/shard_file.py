@@ -62,7 +62,8 @@ def read_tensors_of(file: Path, kind: type[T]) -> tuple[dict[str, Tensor], T, by
     if content is None or content.dtype != torch.uint8:
         raise damaged(file, "it has no description")
     data = content.numpy().tobytes()
-    packed, digest = data[_PREFIX_BYTES:], data[:_DIGEST_BYTES]
+    packed = data[_PREFIX_BYTES:]
+    digest = data[:_DIGEST_BYTES]
     if _digest_of(tensors, packed) != digest:
         raise damaged(file, "it has changed")
     try:

@@ -120,7 +120,8 @@ class RowCache:
         if not self._is_direct:  # one of those that collide has got the entry
             self._keys[entries] = ids + 1
             has_entry = self._keys[entries] == ids + 1
-            entries, numbers = entries[has_entry], numbers[has_entry]
+            entries = entries[has_entry]
+            numbers = numbers[has_entry]
         self._numbers[entries] = numbers
 
 
@@ -224,7 +225,9 @@ class ServerStore(RowStore):
         before = self.tables.get(spec.name)
         table = self.tables[spec.name] = ServerTable(self, spec)
         if before is not None:
-            table.pushes, table.steps, table.hot = before.pushes, before.steps, before.hot
+            table.pushes = before.pushes
+            table.steps = before.steps
+            table.hot = before.hot
         return table
 
     @contextmanager
@@ -290,7 +293,9 @@ class ServerTable:
         self, ids: Ids, places: Ids | None, pulled: PulledRows, begun: list[RowRequests]
     ) -> Callable[[], None]:
         """Ask for rows that go to these places; returns what waits until they are there."""
-        links, spec, store = self._links, self.spec, self._store
+        links = self._links
+        spec = self.spec
+        store = self._store
         store.pulls += 1
         routed = route(spec, ids, places, len(links), self.hot.known, store.pulls)
         lag = 0 if store.wants_latest else store.rules.copy_lag
@@ -302,8 +307,14 @@ class ServerTable:
             with self._client.tracer.span(WAIT, f"pull {len(ids)} rows of {spec.name}"):
                 answered = requests.wait()
                 if len(answered.missing):
-                    rest = routed.ids[answered.missing], routed.places[answered.missing]
-                    of_owners = route(spec, *rest, len(links), NO_ROWS.known, 0)
+                    of_owners = route(
+                        spec,
+                        routed.ids[answered.missing],
+                        routed.places[answered.missing],
+                        len(links),
+                        NO_ROWS.known,
+                        0,
+                    )
                     RowRequests(links, spec.name, of_owners, pulled, version).wait()
             if store.rules.may_copy and answered.refresh:  # this worker is asked to choose
                 self.hot = refresh_hot(self._client, spec, self.hot, store.rules.seen_by)

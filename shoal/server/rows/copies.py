@@ -57,7 +57,8 @@ class RowCopies:
                     continue
                 with suppress(OSError, ShoalError):  # its rows are not copied until the next set
                     connection = self._subscribe(address)
-                    name, args = f"shoal-copies-{owner}", (owner, connection)
+                    name = f"shoal-copies-{owner}"
+                    args = (owner, connection)
                     thread = clock.Thread(target=self._read, args=args, name=name, daemon=True)
                     self._reading[owner] = connection, thread
                     thread.start()
@@ -75,7 +76,8 @@ class RowCopies:
         return connection
 
     def _read(self, owner: int, connection: Connection) -> None:
-        tables, lock = self._model.tables, self._model.lock
+        tables = self._model.tables
+        lock = self._model.lock
         try:
             while True:
                 header, meta = connection.receive(_MAX_META_BYTES)
@@ -128,8 +130,9 @@ class RowCopies:
                     sent[name] = (each.number, each.version)
             for name, each in changes.items():
                 meta = encode(CopiedRows(name, each.number, each.version, len(each.ids)))
-                rows = bytes_of(each.ids), bytes_of(each.rows)
-                connection.send(Header(FrameKind.COPIED_ROWS), meta, *rows)
+                connection.send(
+                    Header(FrameKind.COPIED_ROWS), meta, bytes_of(each.ids), bytes_of(each.rows)
+                )
 
     def close(self) -> None:
         with self._model.lock:

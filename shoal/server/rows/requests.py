@@ -47,10 +47,25 @@ def route(
     width = -(-spec.num_rows // servers)
     owners = spec.locate(torch.from_numpy(ids), servers)[0] if is_hashed else None
     is_hot = hot.find(ids) >= 0 if has_list else None
-    ordered, ordered_places = np.empty_like(ids), np.empty_like(ids)
+    ordered = np.empty_like(ids)
+    ordered_places = np.empty_like(ids)
     counts = np.empty(2 * servers, np.int64)
-    rows = (ids, places, spec.num_rows, width, owners, hot.direct, is_hot, turn)
-    if native.rows.route(*rows, ordered, ordered_places, counts) >= 0:
+    if (
+        native.rows.route(
+            ids,
+            places,
+            spec.num_rows,
+            width,
+            owners,
+            hot.direct,
+            is_hot,
+            turn,
+            ordered,
+            ordered_places,
+            counts,
+        )
+        >= 0
+    ):
         spec.check(torch.from_numpy(ids))
     return Routed(ordered, ordered_places, counts.tolist())
 
@@ -118,7 +133,8 @@ class RowRequests:
 
     def wait(self) -> Answered:
         """Asks again where a connection broke."""
-        rows, places = self._pulled.rows, self._routed.places
+        rows = self._pulled.rows
+        places = self._routed.places
         if self._exchange is None:
             metas = [posted.result().meta for posted in self._posted]
             if self._room is not None:
@@ -148,8 +164,9 @@ class RowRequests:
     def _received(self) -> Tensor:
         """Where rows come to first, in the order of requests."""
         if self._room is None:
-            size = (len(self._routed.ids), self._pulled.rows.shape[1])
-            self._room = torch.from_numpy(self._pulled.buffer.rows(*size))
+            self._room = torch.from_numpy(
+                self._pulled.buffer.rows(len(self._routed.ids), self._pulled.rows.shape[1])
+            )
         return self._room
 
     def _post(self, part: _Part) -> PostedRequest:
@@ -171,7 +188,8 @@ class RowRequests:
             start = stop
 
     def _request(self, part: _Part) -> Request:
-        routed, memory = self._routed, self._pulled.memory
+        routed = self._routed
+        memory = self._pulled.memory
         numbers: tuple[Any, ...] = (routed.ids, routed.places) if self._is_shared else (routed.ids,)
         room = len(self._pulled.rows) if self._is_shared else 0
         count = part.stop - part.start
@@ -181,13 +199,16 @@ class RowRequests:
 
     def _answered(self, metas: Sequence[bytes]) -> Answered:
         missing: list[Any] = []
-        hot, link, refresh = -1, self._links[0], False
+        hot = -1
+        link = self._links[0]
+        refresh = False
         for part, meta in zip(self._parts, metas, strict=True):
             answer = decode(meta, RowsPulled)
             if answer.missing:
                 missing.append(part.start + np.array(answer.missing))
             if answer.hot > hot:
-                hot, link = answer.hot, part.link
+                hot = answer.hot
+                link = part.link
             refresh |= answer.refresh
         found = np.concatenate(missing) if missing else np.zeros(0, np.int64)
         return Answered(found, hot, link, refresh)

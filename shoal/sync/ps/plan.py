@@ -220,7 +220,8 @@ def _synchronous(context: PsContext, served: ServedOptions) -> consistency.Synch
 
 
 def _relaxed(context: PsContext, served: ServedOptions) -> consistency.RelaxedPs:
-    replica, client = context.replica, context.client
+    replica = context.replica
+    client = context.client
     shares_leader = _shares_leader(replica, served.rule)
     copies = replica.copies if shares_leader or served.compress is not None else None
     push = _push_of(context, served, copies)

@@ -91,7 +91,8 @@ class InPlacePush(GradientPush):
         is_shared = client.on_device is not None or any(x.shares_memory for x in client.links)
         large_bytes = LARGE_BYTES if may_stay and not is_shared else None
         flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES), large_bytes, client.out[0])
-        runs, tensors = iter(flat.grads.runs()), flat.grads.tensors
+        runs = iter(flat.grads.runs())
+        tensors = flat.grads.tensors
         self._runs = {
             at: [run for _, run in zip(tensors[at], runs, strict=False)] for at in tensors
         }

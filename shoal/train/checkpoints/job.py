@@ -102,7 +102,8 @@ class JobCheckpoints:
 
     def finish(self) -> tuple[None, str]:
         """Return when what was saved last is complete, on the rank that writes it; for `run`."""
-        saved, self._unfinished = self._unfinished, None
+        saved = self._unfinished
+        self._unfinished = None
         self._writer.wait()
         if saved is not None:
             self.after_save(*saved)

@@ -163,7 +163,8 @@ class FittingState:
     bare: list[str]  # parameters that start without optimizer state
 
     def load(self) -> None:
-        step, saved = self.step, self.saved
+        step = self.step
+        saved = self.saved
         for embedding, rows in zip(step.embeddings, self.tables, strict=True):
             embedding.load_state(rows, saved.tables[embedding.spec.name])
         if step.saves_model:
@@ -243,11 +244,13 @@ def _fit_step(
     model: dict[str, Tensor] = {}
     if step.saves_model:  # else another step has it
         model = fit_model(step.model, shard(tensors), of_model.tied, path)
-    optimizer, bare = None, list[str]()
+    optimizer = None
+    bare = list[str]()
     if step.update.named:
         state = shard(_named(f"{index}:", saved.optimizer))
-        trained = step.update.optimizer, step.flat.named
-        optimizer, bare = fit_optimizer(*trained, state, of_model.optimizer, names, path)
+        optimizer, bare = fit_optimizer(
+            step.update.optimizer, step.flat.named, state, of_model.optimizer, names, path
+        )
     return FittingState(
         step, of_model, model, tables, optimizer, sync, bare if of_model.steps else []
     )

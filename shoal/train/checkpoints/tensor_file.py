@@ -61,7 +61,9 @@ def _chunk_digests(descriptor: int, starts: range) -> list[bytes]:
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     found = []
     for start in starts:
-        digest, at, end = xxh3_128(), start, start + CHUNK_BYTES
+        digest = xxh3_128()
+        at = start
+        end = start + CHUNK_BYTES
         while read := os.preadv(descriptor, [buffer[: end - at]], at):
             digest.update(buffer[:read])
             at += read
@@ -76,7 +78,9 @@ def write_tensors(
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # all are aligned
     header = np.frombuffer(_header(tensors, order), dtype=np.uint8)
     pieces = chain([header], *(_pieces(name, tensors[name], refuses_nan) for name in order))
-    done, digests, digest = 0, list[bytes](), xxh3_128()
+    done = 0
+    digests = list[bytes]()
+    digest = xxh3_128()
     with open(file, "xb") as handle:
         _allocate(handle.fileno(), len(header) + sum(t.nbytes for t in tensors.values()))
         for block in _blocks(pieces):
@@ -118,12 +122,14 @@ def _blocks(pieces: Iterable[Any]) -> Iterator[Any]:
     They are copied, to the same memory: a digest is that of what is written, also where another
     thread writes to a tensor meanwhile.
     """
-    block, used = np.empty(_BLOCK_BYTES, dtype=np.uint8), 0
+    block = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    used = 0
     for left in pieces:
         while len(left):
             taken = left[: len(block) - used]
             block[used : used + len(taken)] = taken
-            used, left = used + len(taken), left[len(taken) :]
+            used = used + len(taken)
+            left = left[len(taken) :]
             if used == len(block):
                 yield block
                 used = 0
@@ -143,9 +149,11 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for name in order:
-        start, end = end, end + tensors[name].nbytes
+        start = end
+        end = end + tensors[name].nbytes
         entry = {"dtype": _dtype_name(tensors[name].dtype), "shape": [*tensors[name].shape]}
         entries[name] = {**entry, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -196,8 +196,15 @@ def assemble_step(
 
     # the engine that computes micro-batches
     shard.token_axes.attach(flat.grads)
-    placing = (options, mesh, flat.device, context.seed)
-    cutter = BatchCutter(*placing, prepared.forward, functions.count, sync.synchronous)
+    cutter = BatchCutter(
+        options,
+        mesh,
+        flat.device,
+        context.seed,
+        prepared.forward,
+        functions.count,
+        sync.synchronous,
+    )
     if cutter.cuts or context.strategy.is_elastic:
         _refuse_sum(functions)
     loss = BoundLoss(functions.loss)

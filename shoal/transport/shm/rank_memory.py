@@ -120,7 +120,8 @@ def header_bytes(size: int) -> int:
 
 
 Bytes = NDArray[np.uint8]
-_BEGUN, _LATEST = FREE_MARK, FREE_MARK + 1
+_BEGUN = FREE_MARK
+_LATEST = FREE_MARK + 1
 _ATTEMPTS = 4
 
 

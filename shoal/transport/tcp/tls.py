@@ -52,7 +52,8 @@ def own_flaw(tls: TlsConfig, host: str) -> str:
     """
     if not tls.is_mutual:
         return ""
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    there = ssl.MemoryBIO()
+    back = ssl.MemoryBIO()
     client = own_context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_bio(back, there, server_hostname=host)
     server = own_context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_bio(there, back, server_side=True)
     for _ in range(_MOST_FLIGHTS):
@@ -133,7 +134,8 @@ class TlsPump:
             sock.close()
 
     def _carry(self) -> None:
-        going_out, coming_in = bytearray(), bytearray()
+        going_out = bytearray()
+        coming_in = bytearray()
         while True:
             self._wait(going_out, coming_in)
             if not _fill(self._near, going_out):

@@ -220,8 +220,17 @@ class TcpTransport:
     ) -> TcpWork:
         whom = ANY_SOURCE if peer == ANY_SOURCE else self.ranks[peer]
         dtype = _NUMBER_TYPES.get(data.dtype, 0)
-        route = (whom, self.space, folded(tag), descriptor_of(data), dtype, op)
-        number = self.engine.post(is_send, data, data.nbytes, *route)
+        number = self.engine.post(
+            is_send,
+            data,
+            data.nbytes,
+            whom,
+            self.space,
+            folded(tag),
+            descriptor_of(data),
+            dtype,
+            op,
+        )
         work = TcpWork(self, number, data, peer, doing)
         self.engine.keep(work)
         return work
@@ -255,7 +264,8 @@ def descriptor_of(data: Tensor) -> bytes:
 def _described(descriptor: bytes) -> str:
     if not descriptor:
         return "a message without number type and shape"
-    code, dims = descriptor[0], descriptor[1:]
+    code = descriptor[0]
+    dims = descriptor[1:]
     shape = struct.unpack(f"<{len(dims) // 8}q", dims[: len(dims) // 8 * 8])
     dtype = _TYPES[code] if code < len(_TYPES) else "an unknown type"
     return f"{tuple(shape)} {dtype}"
