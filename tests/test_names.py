@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,3 +51,29 @@ def test_one_version() -> None:
     (released,) = re.findall(r'^version = "(.*)"$', (root / "pyproject.toml").read_text(), re.M)
     latest = re.findall(r"^## ([\d.]+)", (root / "CHANGELOG.md").read_text(), re.M)[0]
     assert shoal.__version__ == released == latest
+
+
+USERS_FILES = {"train.py", "a.py", "b.py", "mine.py"}  # of the examples in docstrings
+
+
+@question
+def named_files(path: Path, nodes: list[ast.AST]) -> Iterator[str]:
+    """Names of Python files in comments and docstrings: with their folder, or of the same room."""
+    text = path.read_text()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    said = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    said += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
+    for sentence in said:
+        yield from re.findall(r"(?<![\w/.])(?:[a-z_]+/)*[a-z_]+\.py\b", sentence)
+
+
+def test_files_that_comments_name_are_there() -> None:
+    lost = []
+    for path, names in answers(named_files).items():
+        room = SHOAL / path.relative_to(SHOAL).parts[0]
+        homes = [SHOAL.parent, SHOAL, *path.parents, *(room.rglob("*/") if room.is_dir() else ())]
+        for name in set(names) - USERS_FILES:
+            if not any((home / name).exists() for home in homes):
+                lost.append(f"{path.relative_to(SHOAL)}: {name}")
+    assert not lost

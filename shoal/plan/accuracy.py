@@ -2,9 +2,10 @@
 
 The tables of `benchmarks/validation/sources.py`, to which no constant was fitted, predicted by
 presets: a source is all tables of one paper or project, and its rows lie in the ranges of the other
-sources about as often as a range says. Tables that constants were fitted to (`published.py`) are
-nearer. `python -m benchmarks published` prints these figures. One GPU that was measured has a range
-of its own, and so have cores: with a profile of the model, calibrated, or as they are described.
+sources about as often as a range says. Tables that constants were fitted to
+(`benchmarks/validation/published.py`) are nearer. `python -m benchmarks published` prints these
+figures. One GPU that was measured has a range of its own, and so have cores: with a profile of the
+model, calibrated, or as they are described.
 """
 
 from __future__ import annotations

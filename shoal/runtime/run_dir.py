@@ -14,8 +14,8 @@
     started-2            how often worker 2 was started again; then exited-2.1.json …
     back-2.1.json        how it took its place among the others
     late-2.1             it came when the others had finished
-    memory-…/            where workers find memory that they share (shm/lasting_memory.py)
-    meetings-1           what all workers did together (comm/members/meetings.py, elastic_sum.py)
+    memory-…/            where workers find memory that they share (transport/shm)
+    meetings-1           what all workers did together (comm/members/meetings.py)
     begun-1-0            the step that worker 0 is in (train/agreement.py)
     members-1            groups of an elastic run (comm/members/membership.py)
     nccl-1-2             where the GPUs of its generation 2 meet (comm/executors/elastic_nccl.py)
@@ -27,7 +27,7 @@
                          .pid the number of its process
     killed-server-0-50   a worker has killed server 0 at step 50 (--kill)
     coordinator.sock     the coordinator's socket; .address holds its TCP address, .log its records
-    start-1/             broadcasts at the start of the first shoal.run (executors/deferred.py)
+    start-1/             broadcasts at the start of the first shoal.run (comm/executors)
     spans-0.json         the trace of worker 0 (in the folder of a trace or of a compared run)
     begun                a compared run has begun (in its folder)
 

@@ -2,7 +2,7 @@
 
     service -> client    magic, nonce                             before anything else counts
     client -> service    nonce, code under the key                64 bytes, and never more
-    service -> client    code under the key; zeros: refused       see runtime/greeting.py
+    service -> client    code under the key; zeros: refused       see runtime/secret.py
     both ways            length (4 bytes) | msgpack | code        under a key of this connection
 
 The code of a frame covers its direction and its number, so frames cannot be changed, repeated or

@@ -357,7 +357,7 @@ def _show(error: BaseException) -> int:
         return 1
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    except SystemExit as end:  # the hook of launch/failures.py
+    except SystemExit as end:  # the hook of launch/losses/failures.py
         return end.code if isinstance(end.code, int) else 1
     return 1
 

@@ -1,8 +1,8 @@
 """A forward that cannot be traced, split between calls of its modules.
 
 Every stage runs the code of the forward from its start, and leaves it where the next stage begins
-(`segment.py`). So its code may do anything that follows from its inputs, its modules and random
-numbers: encoders and decoders, skip connections, caches, layers that are skipped at random.
+(`replay_segment.py`). So its code may do anything that follows from its inputs, its modules and
+random numbers: encoders and decoders, skip connections, caches, layers that are skipped at random.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def localsgd(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSch
     sizes[What.COPIES] = model.weights + model.gap_index
     if term.outer is not None:
         sizes[What.COPIES] += _outer_state(term.outer, model, number)
-    if term.elastic:  # what a loss returns to (train/rollback.py)
+    if term.elastic:  # what a loss returns to (train/elastic_training.py)
         sizes[What.COPIES] += model.rollback
     at_once = [
         [fragments[(first + i) % number] for i in range(min(term.most_sent, number))]
