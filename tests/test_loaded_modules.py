@@ -36,6 +36,30 @@ def test_a_ddp_worker_has_loaded_at_most_170_modules_after_its_first_step(tmp_pa
     assert not [name for name in loaded if name.split(".")[1] in elsewhere]
 
 
+IMPORTED = """
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
+
+def changeable():
+    yield from (dist.monitored_barrier, dist.distributed_c10d.monitored_barrier)
+    yield torch.nn.parallel.DistributedDataParallel._register_builtin_comm_hook
+    yield from (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_)
+    yield torch.amp.GradScaler.unscale_
+    yield from optimizer._global_optimizer_pre_hooks.values()
+
+before = list(changeable())
+import shoal, shoal.train.job, shoal.comm.torch_backend.process_group, shoal.train.own_loop.setup
+shoal.register_backend()
+assert list(changeable()) == before
+"""
+
+
+def test_an_import_changes_nothing_of_torch() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTED], check=True)
+
+
 HEAVY = ("torch", "numpy", "networkx", "ray", "shoal.commands.run")
 LOADED = """
 import sys

@@ -16,6 +16,11 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "SHOAL"):
         return
     dist.Backend.register_backend("shoal", _create, devices=["cpu", "cuda"])
+
+
+@functools.cache
+def _serve_by_name() -> None:
+    """What torch asks by the name of a backend, from the first group of Shoal's on."""
     # torch's function checks for Gloo by name before it asks the group
     wider = _also_for_shoal(dist.monitored_barrier)
     dist.monitored_barrier = distributed_c10d.monitored_barrier = wider
@@ -27,6 +32,7 @@ def register() -> None:
 def _create(*args: Any) -> Any:
     from shoal.comm.torch_backend.process_group import create
 
+    _serve_by_name()
     return create(*args)
 
 

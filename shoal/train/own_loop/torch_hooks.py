@@ -104,6 +104,8 @@ class OtherOptimizers:
         self.batches = 0  # of which this worker got its rows, and others got others
         self._stepped: dict[int, tuple[torch.optim.Optimizer, int]] = {}  # and in which batch
         self.communicates = False  # the script exchanges tensors itself
+        with _lock:
+            _watch_steps()
         _here.others = weakref.ref(self)
 
     def end(self) -> None:
@@ -164,5 +166,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         others.check(optimizer)
 
 
-# once, before anything steps: torch iterates over its hooks while ranks that are threads train
-register_optimizer_step_pre_hook(_before_step)
+@functools.cache
+def _watch_steps() -> None:
+    """Once: torch iterates over its hooks while ranks that are threads train."""
+    register_optimizer_step_pre_hook(_before_step)
