@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.rows import num_rows
@@ -155,20 +156,18 @@ def _saved_by(
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
     """Modules that are made inside the block have their parameters on the meta device."""
-    register = nn.Module.register_parameter
 
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta:
-            kind = type(param) if type(param) is nn.Parameter else nn.Parameter
-            self._parameters[name] = kind(param.to("meta"), param.requires_grad)
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        if param.is_meta:
+            return param
+        return nn.Parameter(param.to("meta"), param.requires_grad)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         with _MadeOnMeta():
             yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
 
 
 class _MadeOnMeta(TorchFunctionMode):

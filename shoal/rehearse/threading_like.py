@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.rehearse.virtual_time import Fiber, VirtualTime
+from shoal.rehearse.virtual_time import Fiber, FiberThread, VirtualTime
 
 _FILE_LOOK_S = 0.001
 
@@ -56,7 +56,7 @@ class VirtualLock(_Entered):
         if not blocking:
             return False
         time = self._time
-        fiber = self._time.current
+        fiber = time.current
         end_s = math.inf if timeout < 0 else time.now_s + timeout
         if timeout >= 0:
             time.at(end_s, lambda: time.wake(fiber))
@@ -122,8 +122,12 @@ class VirtualCondition(_Entered):
         self._time = time
         self._lock = lock or VirtualLock(time, is_reentrant=True)
         self._waiting: list[_Waiter] = []
-        self.acquire = self._lock.acquire  # type: ignore[method-assign]
-        self.release = self._lock.release  # type: ignore[method-assign]
+
+    def acquire(self) -> bool:
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
 
     def wait(self, timeout: float | None = None, ready: Callable[[], Any] = lambda: True) -> bool:
         time = self._time
@@ -209,16 +213,16 @@ class VirtualQueue:
         return not self._items
 
 
-class VirtualThread(threading.Thread):
+class VirtualThread(FiberThread):
     """A fiber of the worker or server that starts it; a queue of Shoal, which draws no numbers."""
 
     time: VirtualTime  # of the rehearsal that runs
     _fiber: Fiber | None = None  # once it is started
 
     def start(self) -> None:
-        started_by = self.time.current
-        body = super().run
-        self._fiber = self.time.spawn(self.name, body, None, self, started_by.group)
+        self._fiber = self.time.spawn(
+            self.name, partial(threading.Thread.run, self), None, self, self.time.current.group
+        )
 
     def join(self, timeout: float | None = None) -> None:
         assert self._fiber is not None

@@ -139,7 +139,7 @@ class VirtualTime:
         name: str,
         body: Callable[[], None],
         worker: RandomState | None,
-        thread: threading.Thread | None = None,
+        thread: FiberThread | None = None,
         group: object = None,
     ) -> Fiber:
         """A fiber that begins when the present one waits. `thread` runs it, where one is given."""
@@ -273,9 +273,18 @@ def thread_switch(fiber: Fiber) -> None:
     fiber.turn.release()
 
 
-def start_thread(thread: threading.Thread | None, body: Callable[[], None], name: str) -> None:
+class FiberThread(threading.Thread):
+    """A thread of the program that runs as a fiber."""
+
+    body: Callable[[], None]
+
+    def run(self) -> None:
+        self.body()
+
+
+def start_thread(thread: FiberThread | None, body: Callable[[], None], name: str) -> None:
     if thread is not None:
-        thread.run = body  # type: ignore[method-assign]
+        thread.body = body
         threading.Thread.start(thread)
         return
     before = threading.stack_size(_STACK_BYTES)

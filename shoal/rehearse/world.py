@@ -296,16 +296,17 @@ class _Rehearsal:
         run_dir = self._run_dir
         rank = me.worker
         if spec.strategy.is_elastic:
-            board = FileBoard(run_dir.members(0), run_dir)
-            elastic = VirtualElasticGroup(GroupMembership(board, me, spec.workers), self.exchange)
+            membership = GroupMembership(FileBoard(run_dir.members(0), run_dir), me, spec.workers)
+            elastic = VirtualElasticGroup(membership, self.exchange)
             elastic.wrap = lambda executor: Traced(executor, tracer)
             return elastic
         whole = partial(Virtual, self.exchange, range(spec.workers), rank)
         if not self._may_lose or not (spec.strategy.starts_apart or self._comes_back):
             return Group(Traced(whole(), tracer))
-        folder = run_dir.start_folder(0)
-        later = Deferred(folder, rank, spec.workers, run_dir.has_exited, whole, self._comes_back)
-        return Group(Traced(later, tracer))
+        deferred = Deferred(
+            run_dir.start_folder(0), rank, spec.workers, run_dir.has_exited, whole, self._comes_back
+        )
+        return Group(Traced(deferred, tracer))
 
     def _faults_of(self, config: RunConfig, rank: int) -> Faults | None:
         """Those that the user asked for, which end virtual processes."""
