@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement
-from shoal.launch.rank.host_ranks import RankHost, ask_hosts, meet, place
+from shoal.launch.rank.rendezvous import RankHost, ask_hosts, meet, place
 from shoal.runtime.config import RunConfig
 
 HOSTS = {name: name * 32 for name in "abc"}

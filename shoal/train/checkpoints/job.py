@@ -24,7 +24,7 @@ from shoal.runtime.trace import CHECKPOINT
 from shoal.runtime.wording import counted
 from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.checkpoints import files
-from shoal.train.checkpoints.schedulers import Schedulers
+from shoal.train.checkpoints.optimizer_state import Schedulers
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import OwnLoop
 from shoal.train.step.step import Step

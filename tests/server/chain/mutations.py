@@ -10,8 +10,7 @@ import msgspec
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import ChainManager, Fetch, ReadLease, Swap
 from shoal.server.chain.messages import Ask, ChainMessage, Confirm, Effect, Learn, Send
-from shoal.server.chain.node import ChainNode
-from shoal.server.chain.teaching import Teaching
+from shoal.server.chain.node import ChainNode, Teaching
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.replica import Answer, PendingRead, Replica
 
