@@ -22,6 +22,7 @@ class Node:
     socket_link: LinkSpec | None = None  # QPI or UPI
     nic: LinkSpec | None = None
     nics: int = 1  # shared by the node's devices
+    memory_bytes: float | None = None  # of the host, beside its devices
     memory_bytes_per_s: float | None = None  # of the host, where its devices share it
     cores: int | None = None
     torus: tuple[int, ...] | None = None  # the fabric joins neighbors of a torus, as (8, 8)
@@ -33,6 +34,11 @@ class Node:
     repair_s: float | None = None  # until it, or another one in its place, is back
     price_per_hour: float | None = None
     watts: float | None = None
+
+    @property
+    def pcie_bytes_per_s(self) -> float:
+        """Of a device, while all that share a switch send; 0: there is no PCIe."""
+        return self.pcie.rate / self.devices_per_pcie if self.pcie else 0.0
 
     def device_among(self, workers: int, alone: Device) -> Device:
         """The device that each of so many workers of a node has; the nearest that is known."""
@@ -115,6 +121,11 @@ class Cluster:
     def device_of(self, workers: int) -> Device:
         """The device that each worker has, where so many run on this cluster."""
         return self.node.device_among(min(workers, self.node.devices), self.device)
+
+    def host_bytes_of(self, workers: int) -> float | None:
+        """What each of so many workers has of its host's memory; None: that is not known."""
+        known = self.node.memory_bytes
+        return None if known is None else known / min(workers, self.node.devices)
 
     def with_memory(self, num_bytes: float) -> Cluster:
         """The same cluster with devices of so much memory."""

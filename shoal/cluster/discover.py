@@ -143,6 +143,7 @@ def _gpu_node(host: Host, node: Node, notes: list[str]) -> tuple[Device, Node]:
         devices_per_pcie=min(host.topology.gpus_per_switch, len(host.gpus)),
         sockets=host.sockets,
         socket_link=_SOCKET_LINK if several else None,
+        memory_bytes=host.memory_bytes,
     )
     if several:
         notes.append(f"The link between sockets is assumed: {show_rate(_SOCKET_LINK.bytes_per_s)}.")

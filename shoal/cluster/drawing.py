@@ -191,8 +191,10 @@ def _node_tree(cluster: Cluster) -> Tree:
     where = f"; {per_rack} in a rack" if cluster.racks > 1 else ""
     cores = f", {counted(node.cores, 'core')}" if node.cores else ""
     branch = Tree(_numbered("node", cluster.nodes) + cores + where)
-    if node.memory_bytes_per_s:
-        branch.add(f"host memory: {show_rate(node.memory_bytes_per_s)}")
+    size = show_bytes(node.memory_bytes) if node.memory_bytes else ""
+    rate = show_rate(node.memory_bytes_per_s) if node.memory_bytes_per_s else ""
+    if size or rate:
+        branch.add(f"host memory: {', '.join(filter(None, (size, rate)))}")
     if node.sockets > 1 and node.socket_link:
         branch.add(f"{node.sockets} sockets, {link_words(node.socket_link)}")
     if node.fabric is not None and node.devices > 1:

@@ -128,6 +128,7 @@ class _NodeTable(_Table):
     socket_link: str | None = None
     nic: str | None = None
     nics: _Count = 1
+    memory_GB: _Positive | None = None
     memory_GB_per_s: _Positive | None = None
     cores: _Count | None = None
     mtbf_hours: _Positive | None = None

@@ -34,6 +34,7 @@ _HEADS = {  # short, so that the columns fit 80 characters
     "parameters": "params",
     "gradients": "grads",
     "in_flight": "in\nflight",
+    "host": "of the\nhost",
 }
 _USUAL = ("ddp", "zero(1)", "zero(2)", "zero(3)", "ps", "pp({n})", "tp({n})")
 _MOST_LAYERS = 12  # shown of a deep model: the largest ones
@@ -134,27 +135,28 @@ def _tables(document: dict[str, Any], title: str) -> list[Table]:
     ordered = [*COLUMNS[:-1], *FURTHER, COLUMNS[-1]]
     optional = (*FURTHER, "gathered")
     columns = [c for c in ordered if c not in optional or any(row[c] for row in rows)]
+    host = ["host"] if any(row["host"] for row in rows) else []
     heading = f"memory of each worker: {title}"
     if len(columns) <= _MOST_COLUMNS:
-        return [_table(document, heading, columns, columns)]
+        return [_table(document, heading, columns, columns, host)]
     further = [column for column in columns if column in FURTHER]
     always = [column for column in columns if column not in FURTHER]
-    kept = _table(document, "of which the strategy keeps", further, further)
-    return [_table(document, heading, always, columns), kept]
+    kept = _table(document, "of which the strategy keeps", further, further, [])
+    return [_table(document, heading, always, columns, host), kept]
 
 
-def _table(document: dict[str, Any], title: str, shown: list[str], added: list[str]) -> Table:
-    """The columns that are shown, and the sum of those that are `added`."""
-    heads = [_HEADS.get(column, column) for column in (*shown, "sum")]
+def _table(
+    document: dict[str, Any], title: str, shown: list[str], added: list[str], beside: list[str]
+) -> Table:
+    """The columns that are shown, the sum of those that are `added`, and what is beside it."""
+    columns = [*shown, "sum", *beside]
+    heads = [_HEADS.get(column, column) for column in columns]
     rows = [
-        [
-            f"{rank} {how}",
-            *_cells({**row, "sum": sum(n or 0 for n in row.values())}, [*shown, "sum"]),
-        ]
+        [f"{rank} {how}", *_cells({**row, "sum": sum(row[c] or 0 for c in added)}, columns)]
         for rank in range(len(document["estimated"]))
         for how in ("estimated", "measured")
         if how in document
-        for row in [{column: document[how][rank][column] for column in added}]
+        for row in [document[how][rank]]
     ]
     return plain_table(title, ["worker", *heads], rows, left=1)
 
@@ -247,9 +249,10 @@ def _devices(found: dict[str, Any], strategy: Strategy, workers: int) -> Iterato
 def _device(where: str, row: Mapping[str, int | None]) -> dict[str, Any]:
     """What a worker or server needs; activations are None where they are unknown."""
     held = {name: row[name] or 0 for name in _MAIN} | {"activations": row["activations"]}
-    total = sum(value or 0 for value in row.values())
-    other = sum(value or 0 for name, value in row.items() if name not in _MAIN)
-    return {"where": where, **held, "other": other, "total": total}
+    host = row.get("host") or 0
+    total = sum(value or 0 for value in row.values()) - host
+    other = total - sum(value or 0 for value in held.values())
+    return {"where": where, **held, "other": other, "total": total, "host": host}
 
 
 def layer_needs(workload: Workload, batch: int) -> Iterator[dict[str, Any]]:
@@ -290,18 +293,22 @@ def _what_fits(
         return "too large" if row["total"] > limit_bytes else "?" if _is_unknown(row) else "fits"
 
     size = "" if limit_bytes is None else show_bytes(limit_bytes)
+    columns = [*_MAIN, "other", "total"]
+    heads = ["strategy", "device", "params", "grads", "optimizer", "activations", "other", "sum"]
+    if any(device["host"] for need in needs for device in need["devices"]):
+        columns.append("host")
+        heads.append(_HEADS["host"])
     rows = [
         [
             *("" if number else need["strategy"], device["where"]),
-            *_cells(device, [*_MAIN, "other", "total"]),
+            *_cells(device, columns),
             verdict(device),
         ]
         for need in needs
         for number, device in enumerate(need["devices"])
     ]
     refused = [need for need in needs if "refused" in need]
-    rows += [[need["strategy"], "", *["-"] * 6, "refused"] for need in refused]
-    heads = ["strategy", "device", "params", "grads", "optimizer", "activations", "other", "sum"]
+    rows += [[need["strategy"], "", *["-"] * len(columns), "refused"] for need in refused]
     yield plain_table(title + (f", {size} each" if size else ""), [*heads, ""], rows, left=2)
     yield from (f"{need['strategy']}: {need['refused']}" for need in refused)
     if layers:

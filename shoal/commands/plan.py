@@ -136,7 +136,10 @@ def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
         f"{f'{one.strategy}  {one.options}'.rstrip()}"
     )
     merged = f"not better: {', '.join(one.merged)}" if one.merged else ""
-    for line in (f"{one.why}{utilization}", answer, one.in_script, prediction.convergence, merged):
+    said = f"{one.why}{utilization}"
+    if host := prediction.memory.host:
+        said += f"; {show_bytes(host)} a worker in the host's memory"
+    for line in (said, answer, one.in_script, prediction.convergence, merged):
         if line:
             yield f"      {line}"
 

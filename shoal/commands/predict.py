@@ -206,5 +206,10 @@ def _memory_table(prediction: Prediction) -> Table:
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "servers")
     shown = [kind for kind in kinds if getattr(memory, kind) or kind in kinds[:4]]
     sizes = [*(getattr(memory, kind) for kind in shown), memory.total]
-    row = [show_bytes(size) for size in (*sizes, prediction.memory_limit_bytes)]
-    return plain_table("\nmemory of the fullest device", [*shown, "sum", "of"], [row])
+    sizes.append(prediction.memory_limit_bytes)
+    heads = [*shown, "sum", "of"]
+    if memory.host:
+        heads += ["host"] if prediction.host_limit_bytes is None else ["host", "of"]
+        sizes += [memory.host, prediction.host_limit_bytes or 0.0][: len(heads) - len(sizes)]
+    row = [show_bytes(size) for size in sizes]
+    return plain_table("\nmemory of the fullest device", heads, [row])

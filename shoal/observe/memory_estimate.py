@@ -53,7 +53,7 @@ from shoal.transport.transport import DoneWork, Work
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes that one worker takes at its fullest, each of one kind (`What`)."""
+    """Bytes that one worker takes of its device at its fullest, each of one kind (`What`)."""
 
     parameters: int = 0
     gradients: int = 0
@@ -64,12 +64,14 @@ class WorkerMemory:
     in_flight: int = 0
     shared: int = 0
     server: int = 0
+    host: int = 0  # of its host's memory, all kinds together
     activations: int | None = None  # what backward needs of micro-batches under way; None: unknown
 
     def plus(self, other: WorkerMemory) -> WorkerMemory:
         """Of two models that are trained in turn: activations are not held at once."""
         known = [m.activations for m in (self, other) if m.activations is not None]
-        sums = {what.value: getattr(self, what) + getattr(other, what) for what in What}
+        kinds = [*(what.value for what in What), "host"]
+        sums = {kind: getattr(self, kind) + getattr(other, kind) for kind in kinds}
         return WorkerMemory(**sums, activations=max(known) if len(known) == 2 else None)
 
 
@@ -93,7 +95,8 @@ def memory_of(
             step = step_of(term, sizes, layout.replicas, replica)
             memory = {what.value: round(step.bytes_of(what)) for what in What}
             saved = None if held is None else math.ceil(held / of_stage)
-            found += [WorkerMemory(**memory, activations=saved)] * of_stage * layout.tp
+            worker = WorkerMemory(**memory, host=round(step.host_bytes), activations=saved)
+            found += [worker] * of_stage * layout.tp
     return found
 
 

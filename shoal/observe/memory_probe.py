@@ -55,7 +55,7 @@ class ModelProbe:
     def __init__(self, step: Step):
         self.step = step
         self.activations = SavedBytes()
-        self._most = dict.fromkeys((what.value for what in What), 0)
+        self._most = dict.fromkeys([*(what.value for what in What), "host"], 0)
         for p in step.flat.params:
             p.register_hook(self._hook(p))  # type: ignore[no-untyped-call]
         step.flat.grads.on_copy = self.look
@@ -64,6 +64,8 @@ class ModelProbe:
         step.engine.loss = self._watched(step.engine.loss)
         stage = step.engine.stage
         stage.compute = self._watched(stage.compute)  # type: ignore[method-assign]
+        if step.sync.load_optimizer is not None:  # it is updated chunk by chunk
+            step.update.optimizer.register_step_post_hook(lambda *step: self.look())
         finish = step.sync.finish
 
         def look_and_finish() -> None:
@@ -88,10 +90,11 @@ class ModelProbe:
         flat = step.flat
         counter = MemoryCounter()
         counts = dict.fromkeys(self._most, 0)
-        counts["gathered"] = self._gathered()
+        counts["host"] = counter.add(step.sync.host_tensors())
+        counts["gathered"] = counter.add(self._gathered())
         held = [*step.model.parameters(), *step.model.buffers()]
         if isinstance(flat, ShardedParams):
-            trained = {id(p) for p in flat.params}
+            trained = {id(p) for p in flat.params if not flat.offload}
             held = [flat.shard_data, *(t for t in held if id(t) not in trained)]
         else:
             held.append(flat.data)
@@ -120,14 +123,13 @@ class ModelProbe:
 
     def _note(self, tensor: Tensor) -> Tensor:
         """Autograd is about to save a tensor; what forward has gathered is here now."""
-        self._most["gathered"] = max(self._most["gathered"], self._gathered())
+        gathered = sum(memory.nbytes for memory in self._gathered())
+        self._most["gathered"] = max(self._most["gathered"], gathered)
         return self.activations.note(tensor)
 
-    def _gathered(self) -> int:
+    def _gathered(self) -> list[Tensor]:
         flat = self.step.flat
-        if not isinstance(flat, ShardedParams):
-            return 0
-        return flat.resident_bytes() - flat.shard_data.nbytes
+        return flat.gathered() if isinstance(flat, ShardedParams) else []
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -155,7 +155,7 @@ def _term(kind: Callable[..., Any], size: int, **options: Any) -> Any:
 def _all_syncs() -> tuple[SyncTerm, ...]:
     """Every way to agree, with the options that `shoal compare` tries."""
     texts = [text for term in TERMS.values() if term.role == "sync" for text in term.compared]
-    texts.append('ps(placement="workers")')
+    texts += ['ps(placement="workers")', *(f"zero({n}, offload=True)" for n in (1, 2, 3))]
     terms = [as_strategy(text).sync for text in texts]
     return tuple(
         term
@@ -170,17 +170,19 @@ def _all_syncs() -> tuple[SyncTerm, ...]:
 @lru_cache(maxsize=10_000)
 def syncs(layout: Layout, on_one_host: bool, equals_single: bool) -> tuple[SyncTerm | None, ...]:
     """The ways to agree that run on this layout and give, or do not give, one device's result."""
-    if layout.replicas == 1:
+    alone: list[SyncTerm | None] = []
+    if layout.replicas == 1 and equals_single:
         splits = layout.tp * layout.pp * layout.ep * layout.cp
-        alone = None if splits > 1 else Single()
-        return (alone,) if equals_single else ()
-    return tuple(
+        alone = [None if splits > 1 else Single()]
+    terms = (
         term
         for term in _all_syncs()
         if term.equals_single == equals_single
+        and (layout.replicas > 1 or term.offload)
         and (on_one_host or not term.needs_one_host)
         and _runs(term, layout)
     )
+    return (*alone, *terms)
 
 
 def _runs(sync: SyncTerm, layout: Layout) -> bool:

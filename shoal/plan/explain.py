@@ -89,6 +89,8 @@ def why(one: Priced, best: Priced) -> str:
 
 def does_not_fit(one: Prediction, settings: PlanSettings) -> str:
     """With what else would help, of what was not given."""
+    if not one.fits_host:
+        return f"does not fit: {host_needs(one)}; shoal plan finds what fits"
     kind, most = largest_kind(one.memory)
     need, limit = (show_bytes(size) for size in (one.memory.total, one.memory_limit_bytes))
     over = one.memory.total / one.memory_limit_bytes - 1
@@ -104,6 +106,11 @@ def does_not_fit(one: Prediction, settings: PlanSettings) -> str:
     less = f"{' or '.join(ways)} keeps fewer; " if ways else ""
     sizes = f"{need} of {limit}, of which {kind} {show_bytes(most)}"
     return f"{words}: {sizes}; {less}shoal plan finds what fits"
+
+
+def host_needs(one: Prediction) -> str:
+    limit = show_bytes(one.host_limit_bytes or 0.0)
+    return f"{show_bytes(one.memory.host)} in the host's memory, which has {limit} for a worker"
 
 
 def largest_kind(memory: DeviceMemory) -> tuple[str, float]:
@@ -170,6 +177,8 @@ def nothing_fits(least: Priced | None, larger: Priced | None) -> str:
         f"the least is {show_bytes(prediction.memory.total)} a worker under "
         f"{prediction.strategy}, of which {kind} {show_bytes(most)}"
     )
+    if prediction.memory.host:
+        text += f", and {host_needs(prediction)}"
     if larger is None:
         return f"{text}; more workers do not help either"
     enough = larger.prediction

@@ -189,6 +189,7 @@ class Predictor:
             parts=parts,
             memory=_with_activations(sync.memory, replica, resolved, question),
             memory_limit_bytes=pricer.cluster.device.memory_bytes,
+            host_limit_bytes=self.cluster.host_bytes_of(workers),
             samples_per_s=settings.batch / step_s,
             mfu=self._model_flops(settings) / (pricer.peak_flops * workers * step_s),
             convergence=sync.convergence,
@@ -247,7 +248,7 @@ def _with_activations(
         return memory._replace(activations=kept, buffers=buffers)
     if question.replicas == 1 and resolved.microbatches == 1:
         kept = max(0.0, kept - memory.gradients)
-    if program.update == "foreach" and question.precision.state_bytes > 4:
+    if program.update == "foreach" and question.precision.state_bytes > 4 and not memory.host:
         buffers = max(buffers, question.parameter_bytes - kept)
     return memory._replace(activations=kept, buffers=buffers)
 

@@ -25,6 +25,7 @@ class DeviceMemory(NamedTuple):
     activations: float = 0.0
     buffers: float = 0.0  # of communication, gathered layers, other copies of weights
     servers: float = 0.0  # on the fullest server, where servers hold the weights
+    host: float = 0.0  # in the memory of its host, of a device that offloads
 
     @property
     def total(self) -> float:
@@ -46,6 +47,7 @@ class Prediction:
     parts: tuple[Part, ...]
     memory: DeviceMemory
     memory_limit_bytes: float
+    host_limit_bytes: float | None  # for each worker of a host; None: not known
     samples_per_s: float
     mfu: float | None = None
     convergence: str = ""  # what an asynchronous or decentralized strategy costs in progress
@@ -60,7 +62,11 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.memory_limit_bytes
+        return self.memory.total <= self.memory_limit_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_limit_bytes is None or self.memory.host <= self.host_limit_bytes
 
     @property
     def largest(self) -> Part:

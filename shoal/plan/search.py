@@ -3,7 +3,7 @@
 Branch and bound, so that the answer is that of pricing everything. The time that the devices of a
 shape compute and send inside a replica is a lower bound for all its variants; shapes are taken in
 its order, and the search ends where the bound is above the last of the best layouts found.
-Recompute is tried only where a variant does not fit without.
+Recompute and offload are tried only where a variant does not fit without.
 
 The order of priced strategies: by predicted time, up to what predictions can tell.
 
@@ -234,8 +234,12 @@ class _Search:
             on_priced(done, len(bounded))
             if bound_s > found.limit_s:
                 break
+            fitting = set()  # stages of zero, without recompute and offload
             for sync in syncs(shape.layout, self.on_one_host, equals_single):
-                self._try(found, shape, sync)
+                stage = getattr(sync, "stage", 0) if shape.layout.replicas > 1 else 0
+                offload = sync is not None and sync.offload
+                if not (offload and stage in fitting) and self._try(found, shape, sync):
+                    fitting.add(stage)
         on_priced(len(bounded), len(bounded))
         return found
 
@@ -262,15 +266,21 @@ class _Search:
                 chosen = replace(settings, microbatch=-(-samples // count))
             yield from shapes(layout, self.workload, chosen)
 
-    def _try(self, found: _Found, shape: Shape, sync: SyncTerm | None) -> None:
-        """1f1b first: no schedule keeps fewer activations, or has less than no bubble."""
-        for number, pipeline in enumerate(pipelines(shape, self.layers)):
-            best = self._climb(found, shape, sync, pipeline)
-            if number == 0:
-                parts = () if best is None else best.prediction.parts
-                filled_s = sum(p.seconds for p in parts if p.name in ("bubble", "pp", "recompute"))
-                if best is None or best.prediction.step_s - filled_s > found.limit_s:
-                    return
+    def _try(self, found: _Found, shape: Shape, sync: SyncTerm | None) -> bool:
+        """1f1b first: no schedule keeps fewer activations, or has less than no bubble.
+
+        True: without recompute it fits.
+        """
+        first, *others = pipelines(shape, self.layers)
+        best = self._climb(found, shape, sync, first)
+        if best is None:
+            return False
+        seconds = {part.name: part.seconds for part in best.prediction.parts}
+        filled_s = sum(seconds.get(name, 0.0) for name in ("bubble", "pp", "recompute"))
+        if best.prediction.step_s - filled_s <= found.limit_s:
+            for pipeline in others:
+                self._climb(found, shape, sync, pipeline)
+        return "recompute" not in seconds
 
     def _climb(
         self, found: _Found, shape: Shape, sync: SyncTerm | None, pipeline: tuple[str, int]

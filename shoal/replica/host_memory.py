@@ -48,6 +48,8 @@ def _unregister(address: int, pages: mmap.mmap) -> None:
 class HostCopies:
     """A stream of a GPU for copies from or to the host."""
 
+    memory_column = "in_flight"
+
     def __init__(self, device: torch.device):
         self._kept: deque[tuple[Work, Sequence[Tensor]]] = deque()
         self._stream: Any = None

@@ -90,23 +90,27 @@ def times_settled(buckets: Sequence[float], room: float) -> int:
     return times
 
 
-def most_gradients(buckets: Sequence[FilledBucket], passes: int, room: float) -> float:
-    """Elements of kept and lent memory and of waiting gradients, at the worst moment of a step."""
+def most_gradients(
+    buckets: Sequence[FilledBucket], passes: int, room: float, offload: bool = False
+) -> float:
+    """Elements of kept and lent memory and of waiting gradients, at the worst moment of a step.
+
+    With `offload` those that are kept go to the host's memory, one bucket at a time.
+    """
     most = 0.0
     kept = 0.0
     sizes: list[float] = []  # of buckets on their way
-    lent: list[float] = []  # to them
+    stays: list[bool] = []  # which of them are kept
     for number in range(passes):
         for size, waits, is_own in buckets:
-            most = max(most, kept + sum(lent) + waits)
+            most = max(most, kept + sum(sizes) + waits)
             while must_settle(sizes, size, room):
-                sizes.pop(0)
-                lent.pop(0)
-            is_kept = is_own and number == 0
-            kept += size if is_kept else 0.0
+                settled = sizes.pop(0)
+                if stays.pop(0):
+                    kept = settled if offload else kept + settled
             sizes.append(size)
-            lent.append(0.0 if is_kept else size)
-            most = max(most, kept + sum(lent) + waits)
+            stays.append(is_own and (offload or number == 0))
+            most = max(most, kept + sum(sizes) + waits)
     return most
 
 
@@ -272,8 +276,18 @@ class BufferLayout:
         waits = max(self.waiting(bucket, in_place_bytes) for bucket in buckets)
         return self.size + self.in_place(in_place_bytes) + waits
 
+    def update_chunks(self, rank: int, ranks: int) -> list[slice]:
+        """What is updated at a time of a shard whose state lies in the host's memory, in order."""
+        num_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
+        return self.buckets(num_bytes, within=self.shards(ranks)[rank])
+
     def zero_gradients(
-        self, stage: int, shards: tuple[int, int, int], accumulates: bool, is_stage: bool
+        self,
+        stage: int,
+        shards: tuple[int, int, int],
+        accumulates: bool,
+        is_stage: bool,
+        offload: bool,
     ) -> float:
         """Elements of gradients under zero; `shards`: the rank, the ranks, the copies."""
         rank, ranks, copies = shards
@@ -287,11 +301,14 @@ class BufferLayout:
             for (owner, bucket), waits in zip(owned, waiting, strict=True)
         ]
         passes = 2 if accumulates and not is_stage else 1
-        room = math.inf if stage == 1 else room_elements(bucket_bytes, self.width)
+        if stage == 1:
+            return most_gradients(filled, 1, math.inf)
+        room = room_elements(bucket_bytes, self.width)
+        most = most_gradients(filled, passes, room, offload)
         slices = self.shards(ranks)
         kept: list[slice] = [slices[shard] for shard in held_shards(rank, ranks, copies)]
         updated = float(sum(one.stop - one.start for one in kept))
-        return max(updated, most_gradients(filled, passes if stage > 1 else 1, room))
+        return most if offload else max(updated, most)
 
     def owners(self, ranks: int) -> list[int]:
         """Of each tensor the shard that it is in."""

@@ -107,6 +107,7 @@ class SyncTerm(Term, role="sync", abstract=True):
     equals_single: bool = True  # the result is that of one device, up to rounding
     is_exact_at_any_number: bool = False  # exact=True allows any number of replicas
     shards_state: bool = False  # each replica owns the training state of a run of parameters
+    offload: bool = False  # that state lies in the host's memory
     collective_algorithm: str | None = None  # the all-reduce by its name; None: the cheapest one
     mixing_graph: str | None = None  # over which replicas average their weights
 

@@ -17,7 +17,14 @@ from torch import Tensor
 
 # Objects of these modules are looked into. Groups, parameters and optimizers are not.
 _OWN = "shoal_user_"  # of files of the user
-_SYNC = (_OWN, "shoal.sync.", "shoal.compress", "shoal.server.client.client", "shoal.server.model.")
+_SYNC = (
+    _OWN,
+    "shoal.sync.",
+    "shoal.compress",
+    "shoal.server.client.client",
+    "shoal.server.model.",
+    "shoal.replica.host_memory",
+)
 _SERVER = ("shoal.server.", "shoal.compress", "shoal.embedding.")
 _NOT_WALKED = ("shoal.sync.optimizer_step",)
 

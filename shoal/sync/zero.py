@@ -58,7 +58,8 @@ class ShardedUpdate:
         self.update = replica.update
         self.host: HostState | None = None
         if offload:
-            self.host = HostState(self.flat, self.update, offloaded_chunks(self.flat, replica))
+            chunks = self.flat.update_chunks(replica.group.rank, replica.group.size)
+            self.host = HostState(self.flat, self.update, chunks)
         self.movable: MovableShards | None = None
         if copies is not None:
             self.movable = MovableShards(self.flat, self.update, replica.group, copies)
@@ -352,13 +353,6 @@ class ZeroReduce(CountedSync):
                 self._norms.update(zip(members, torch._foreach_norm(grads), strict=True))
             self._kept[start] = self._kept_on_host[start].copy_(memory, non_blocking=True)
         self._down.keep([memory])
-
-
-def offloaded_chunks(flat: FlatParams, replica: Replica) -> list[slice]:
-    """What is updated at a time of this rank's shard, first to last."""
-    ranks = replica.group.size
-    bucket_bytes = buffer_layout.sharded_bucket_bytes(flat.size * flat.width, ranks)
-    return flat.buckets(bucket_bytes, within=flat.shards(ranks)[replica.group.rank])
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:

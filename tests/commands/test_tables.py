@@ -92,12 +92,12 @@ def test_the_straggler_table_breaks_no_default_strategy() -> None:
 
 
 def test_memory_with_all_columns() -> None:
-    row = {column: 123_456_789 for column in (*COLUMNS, *FURTHER)}
+    row = {column: 123_456_789 for column in (*COLUMNS, *FURTHER, "host")}
     document = {"estimated": [row] * 2, "measured": [row] * 2}
     words = {"params", "grads", "optimizer", "activations", "residuals", "gathered", "sum"}
     lines = [line for table in memory_tables(document, "gpt") for line in lines_of(table)]
     assert sum(line.count("123 MB") for line in lines) == 4 * len(row)
-    assert_on_one_line(lines, "0 estimated", *["123 MB"] * 5, "1.23 GB")
+    assert_on_one_line(lines, "0 estimated", *["123 MB"] * 5, "1.23 GB", "123 MB")
     assert words <= set(" ".join(lines).split())
 
 

@@ -46,6 +46,7 @@ from tests.products import few_or_all
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)
+OFFLOAD = [f"zero({stage}, offload=True)" for stage in (1, 2, 3)]
 COMPRESSED = ("fp16", "bf16", "int8", "int4", "topk(0.1)", "powersgd(rank=2)", "onebit")
 HEADER = 256  # bytes of loss and flags, which some syncs copy
 REQUESTS = 1000  # bytes of them and of their answers, besides the numbers
@@ -58,6 +59,11 @@ def perceptron() -> nn.Module:
     return nn.Sequential(
         nn.Linear(40, 72), nn.ReLU(), nn.Linear(72, 33), nn.ReLU(), nn.Linear(33, 10)
     )
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(40, 40) for _ in range(8)))
 
 
 def tied() -> nn.Module:
@@ -196,6 +202,27 @@ def test_strategies_hold_and_send_what_their_step_says(world: World, text: str, 
 
 EXACT = {"options": {"exact": True, "microbatches": 6}, "exact_microbatches": 6}
 ACCUMULATED = {"options": {"accumulate": 2}, "accumulates": True}
+
+
+@pytest.fixture
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of the small model is several buckets, and is updated in as many chunks."""
+    monkeypatch.setattr("shoal.schedules.buffer_layout._SMALLEST_BUCKET_BYTES", 2048)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("given", [{}, ACCUMULATED, EXACT], ids=["plain", "accumulated", "exact"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("text", OFFLOAD)
+def test_offload_holds_on_the_device_and_on_the_host_what_its_step_says(
+    world: World, several_chunks: None, text: str, size: int, given: dict[str, Any]
+) -> None:
+    compare(world, size, text, deep, **given)
+    [worker, *_] = estimated(size, text, deep, ADAMW).memory
+    state = worker.host // {1: 8, 2: 12, 3: 16}[int(text[5])] * 8
+    assert worker.optimizer < 0.6 * state or size == 3  # of which two chunks are on the device
+
+
 CASES: list[tuple[int, str, dict[str, Any]]] = [
     *((4, text, {}) for text in GOSSIP),
     *((4, text, {}) for text in SHARED),

@@ -32,7 +32,8 @@ def cluster(memory_gb: float, devices: int = 2) -> Cluster:
     device = Device("gpu", memory_gb * 1e9, 1e12, {"fp16": 1e14}, launch_s=1e-6)
     fabric = LinkSpec("fabric", 100e9, 1e-6)
     nic = LinkSpec("nic", 10e9, 5e-6)
-    return Cluster("two by two", device, Node(devices, fabric, nic=nic), nodes=2)
+    pcie = LinkSpec("pcie", 25e9, 1e-6)
+    return Cluster("two by two", device, Node(devices, fabric, pcie=pcie, nic=nic), nodes=2)
 
 
 def found(memory_gb: float, workers: int = 4, **options: bool) -> SearchResult:

@@ -174,7 +174,7 @@ def hops(cluster: Cluster, group: RankGroup) -> tuple[RingHop, ...]:
         assert nic is not None  # of several nodes
         rate = node.nics * nic.rate / places.leaving
         if node.fabric is None and node.pcie is not None:
-            rate = min(rate, node.pcie.rate / node.devices_per_pcie)
+            rate = min(rate, node.pcie_bytes_per_s)
         found.append(RingHop(nic.name, rate, nic.alpha_s))
         racks = on_racks(cluster, group)
         if racks.is_apart:  # what leaves a rack shares its uplinks; a ring leaves it once a group
@@ -193,7 +193,7 @@ def _inside(cluster: Cluster, inside: int) -> RingHop:
         return RingHop(node.fabric.name, rate, node.fabric.alpha_s)
     if node.pcie is None:
         raise BadInput(f"cluster {cluster.name}: its node has neither a fabric nor pcie")
-    return RingHop(node.pcie.name, node.pcie.rate / node.devices_per_pcie, node.pcie.alpha_s)
+    return RingHop(node.pcie.name, node.pcie_bytes_per_s, node.pcie.alpha_s)
 
 
 def collective_time(

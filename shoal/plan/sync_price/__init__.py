@@ -15,7 +15,7 @@ from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.workloads import Precision, StoredRows
 from shoal.schedules.steps.catalog import step_of
-from shoal.schedules.steps.step import StepSchedule, What
+from shoal.schedules.steps.step import StepSchedule, What, Where
 from shoal.schedules.steps.tensor_layout import EvenLayout, Layout, TensorLayout
 from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.strategy.base import SyncTerm
@@ -240,8 +240,10 @@ class SyncQuestion:
         """
         steps = self.steps(term, shares_weights=False)
         exchanges = zip(*(step.exchanges for step in steps), strict=True)
+        copies = zip(*(step.host_copies for step in steps), strict=True)
         return steps[0]._replace(
             exchanges=tuple(max(of, key=lambda one: one.num_bytes) for of in exchanges),
+            host_copies=tuple(max(of, key=lambda one: one.num_bytes) for of in copies),
             updated=max(step.updated for step in steps),
         )
 
@@ -250,11 +252,16 @@ class SyncQuestion:
         return max((self._memory_of(step) for step in self.steps(term)), key=lambda one: one.total)
 
     def _memory_of(self, step: StepSchedule) -> DeviceMemory:
+        if self.on_cores:  # one memory
+            step = step._replace(
+                held=tuple(held._replace(where=Where.WORKER) for held in step.held)
+            )
         shown = {what: step.bytes_of(what) for what in _SHOWN}
         return DeviceMemory(
             **{what.value: num_bytes for what, num_bytes in shown.items()},
-            buffers=sum(held.num_bytes for held in step.held) - sum(shown.values()),
+            buffers=sum(map(step.bytes_of, What)) - sum(shown.values()),
             servers=max(step.servers, default=0.0) * self.each,
+            host=step.host_bytes,
         )
 
     def sent_bytes(self, term: SyncTerm) -> float:

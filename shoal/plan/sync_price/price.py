@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
@@ -12,7 +13,7 @@ from shoal.plan.sync_price import SyncQuestion
 from shoal.plan.sync_price.exchanges import ExchangePrices
 from shoal.plan.sync_price.mixing import convergence_of
 from shoal.plan.sync_price.servers import ROW_PASSES, served_parts
-from shoal.schedules.steps.step import NO_WAIT, Exchange, StepSchedule
+from shoal.schedules.steps.step import NO_WAIT, Exchange, StepSchedule, When
 from shoal.strategy.base import Batches, SyncTerm
 
 _PASSES_TO_PULL = 2  # of rows that are copied
@@ -64,6 +65,8 @@ def _parts(term: SyncTerm, step: StepSchedule, question: SyncQuestion) -> list[P
     parts = list(by_name.values())
     share = step.updated / max(1.0, question.sizes.trained)
     update = question.update_part(share)
+    if step.host_copies:
+        parts.append(_over_host_link(step, question, update.seconds))
     own_s = question.compute_s + update.seconds + sum(part.seconds for part in parts)
     waiting = _waiting(term, step, question, own_s)
     shared = [one for one in step.exchanges if one.kind == "share"]
@@ -83,6 +86,32 @@ def _passes(step: StepSchedule, question: SyncQuestion) -> list[Part]:
         moved = _PASSES_TO_PULL * pulled + ROW_PASSES * pushed
         passes.append(Part("rows", moved / bus, "memory of the host"))
     return passes
+
+
+def _over_host_link(step: StepSchedule, question: SyncQuestion, update_s: float) -> Part:
+    """Copies that computing does not hide. Both directions run at once, beside what a GPU does."""
+    if question.on_cores:
+        moved = 2 * sum(one.num_bytes for one in step.host_copies)
+        return Part("offload", question.device.pass_s(moved), "memory")
+    pcie = question.node.pcie
+    if pcie is None:
+        raise BadInput(
+            f"offload needs pcie, the link to the host: {question.cluster.name} has none"
+        )
+    rate = question.node.pcie_bytes_per_s
+    hidden_s = {
+        When.BEFORE_UNIT: question.compute_s,
+        When.IN_BACKWARD: question.microbatches * question.backward_s,
+        When.AFTER_BACKWARD: update_s,
+    }
+    seconds = 0.0
+    for when, hides_s in hidden_s.items():
+        ways = [
+            sum(one.num_bytes for one in step.host_copies if (one.when, one.kind) == (when, kind))
+            for kind in ("up", "down")
+        ]
+        seconds += max(0.0, max(ways) / rate - hides_s)
+    return Part("offload", seconds, f"{pcie.name} ({show_rate(rate)})")
 
 
 def _shared(exchange: Exchange, question: SyncQuestion, own_s: float) -> Part:

@@ -256,7 +256,7 @@ class Serving:
         alpha_s = node.fabric.alpha_s if node.fabric is not None else 0.0
         device_s = 0.0
         if not self.question.on_cores and node.pcie is not None:
-            device_s = message_bytes * node.devices_per_pcie / node.pcie.rate
+            device_s = message_bytes / node.pcie_bytes_per_s
         all_s = max(self.question.workers * service_s, device_s)
         bound = f"memory of the host ({show_rate(rate)})"
         return Way(alpha_s + all_s, alpha_s + max(service_s, device_s), service_s, bound)

@@ -448,11 +448,10 @@ class ShardedParams(FlatParams):
             for i in range(len(self.params)):
                 self.reshard_param(i)
 
-    def resident_bytes(self) -> int:
-        """Memory that parameters take now: the shard, and what is gathered."""
+    def gathered(self) -> list[Tensor]:
+        """Memory that parameters take now, besides the shard."""
         runs = [run for unit in self.unit_gather.units for run in unit.runs]
-        gathered = sum(run.memory.nbytes for run in runs if run.memory is not None)
-        return self.shard_data.nbytes + self.data.nbytes + gathered
+        return [self.data, *(run.memory for run in runs if run.memory is not None)]
 
     def shard_view(self, where: slice) -> Tensor:
         """A slice of the flat buffer that lies in a shard which this rank holds."""

@@ -123,6 +123,14 @@ class Passes(NamedTuple):
     every: int = 1  # steps
 
 
+class HostCopy(NamedTuple):
+    """Bytes that a worker copies in a step between its device and its host's memory."""
+
+    kind: str  # up: to the device; down
+    num_bytes: float
+    when: When
+
+
 class StepSchedule(NamedTuple):
     """What one worker holds and exchanges in a step."""
 
@@ -132,6 +140,7 @@ class StepSchedule(NamedTuple):
     updated: float = 0.0  # elements of the parameters that this worker updates
     servers: tuple[float, ...] = ()  # bytes of each server process
     passes: tuple[Passes, ...] = ()
+    host_copies: tuple[HostCopy, ...] = ()
 
     @property
     def waits(self) -> Waits:
@@ -139,7 +148,12 @@ class StepSchedule(NamedTuple):
         return self.exchanges[0].waits if self.exchanges else Waits()
 
     def bytes_of(self, what: What) -> float:
-        return sum(held.num_bytes for held in self.held if held.what is what)
+        """On the worker's device."""
+        return sum(held.num_bytes for held in self.held if held[::2] == (what, Where.WORKER))
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(held.num_bytes for held in self.held if held.where is Where.HOST)
 
     def sent_bytes(self, ranks: int) -> float:
         return sum(exchange.sent_bytes(ranks) for exchange in self.exchanges)
@@ -148,6 +162,6 @@ class StepSchedule(NamedTuple):
 Sizes = Mapping[What, float]
 
 
-def held_of(sizes: Sizes) -> tuple[Held, ...]:
-    """What takes memory of the worker."""
-    return tuple(Held(what, num_bytes) for what, num_bytes in sizes.items() if num_bytes)
+def held_of(sizes: Sizes, where: Where = Where.WORKER) -> tuple[Held, ...]:
+    """What takes memory there."""
+    return tuple(Held(what, num_bytes, where) for what, num_bytes in sizes.items() if num_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +25,14 @@ from shoal.schedules.steps.compressed import (
 from shoal.schedules.steps.step import (
     BARRIER,
     Exchange,
+    HostCopy,
     Messages,
     Passes,
     Sizes,
     StepSchedule,
     What,
     When,
+    Where,
     held_of,
 )
 from shoal.schedules.steps.tensor_layout import Buckets
@@ -100,24 +103,80 @@ def zero(term: Any, model: WorkerModel, replicas: int, rank: int) -> StepSchedul
         if shared := model.with_shared_weights(wanted, rank, replicas, buckets):
             return StepSchedule(held_of({**sizes, **shared}), (slices_of(model),), updated=updated)
         gradients = layout.zero_gradients(
-            term.stage, (rank, replicas, term.shard_copies), model.accumulates, model.is_stage
+            term.stage,
+            (rank, replicas, term.shard_copies),
+            model.accumulates,
+            model.is_stage,
+            term.offload,
         )
         sizes[What.GRADIENTS] = gradients * model.width
     sizes[What.OPTIMIZER] = sum(model.state_in(shards[shard]) for shard in held)
     if term.shards_parameters(replicas):
-        length = sum(shards[shard].stop - shards[shard].start for shard in held)
+        here = [] if term.offload else held
+        length = sum(shards[shard].stop - shards[shard].start for shard in here)
         sizes[What.PARAMETERS] = length * model.parameter_bytes + model.untrained
-        sizes[What.GATHERED] = (
-            layout.zero_gathered(replicas, held, model.is_cast) * model.parameter_bytes
-        )
+        gathered = layout.zero_gathered(replicas, here, model.is_cast)
+        sizes[What.GATHERED] = gathered * model.parameter_bytes
     exchanges = _zero_exchanges(term, model, replicas, rank)
     passes = copies_into_buckets(model, _backwards(term, model)) if exchanges else ()
-    return StepSchedule(held_of(sizes), exchanges, updated=updated, passes=passes)
+    step = StepSchedule(held_of(sizes), exchanges, updated=updated, passes=passes)
+    if not term.offload:
+        return step
+    sizes |= _on_device(term, model, layout.update_chunks(rank, replicas), sizes)
+    on_host = held_of(_on_host(term, model, shards[rank]), Where.HOST)
+    copies = _host_copies(term, model, shards[rank])
+    return step._replace(held=(*held_of(sizes), *on_host), host_copies=copies)
 
 
 def _backwards(term: Any, model: WorkerModel) -> int:
     """How often gradients are reduced in a step."""
     return model.microbatches if term.stage > 1 else 1
+
+
+def _on_host(term: Any, model: WorkerModel, where: slice) -> dict[What, float]:
+    """With offload: what of a slice of the buffer lies in the host's memory."""
+    length = where.stop - where.start
+    keeps_gradients = term.stage > 1 and model.exact_microbatches is None
+    return {
+        What.OPTIMIZER: model.state_in(where),
+        What.GRADIENTS: length * model.width if keeps_gradients else 0.0,
+        What.PARAMETERS: length * model.parameter_bytes if term.stage == 3 else 0.0,
+    }
+
+
+def _on_device(term: Any, model: WorkerModel, chunks: Sequence[slice], sizes: Sizes) -> Sizes:
+    """With offload: a chunk is updated while the next comes up and the one before goes down."""
+    parts = [_on_host(term, model, chunk) for chunk in chunks]
+    pairs = list(itertools.pairwise([*parts, dict.fromkeys(What, 0.0)]))
+    two = {
+        what: max((one[what] + following[what] for one, following in pairs), default=0.0)
+        for what in _on_host(term, model, slice(0, 0))
+    }
+    down = [one[What.OPTIMIZER] + one[What.PARAMETERS] for one in parts[:-1]]
+    return {
+        What.OPTIMIZER: two[What.OPTIMIZER],
+        What.GRADIENTS: max(sizes[What.GRADIENTS], two[What.GRADIENTS]),
+        What.PARAMETERS: sizes[What.PARAMETERS] + two[What.PARAMETERS],
+        What.IN_FLIGHT: max(down, default=0.0),
+    }
+
+
+def _host_copies(term: Any, model: WorkerModel, where: slice) -> tuple[HostCopy, ...]:
+    """With offload: weights come up where they are gathered, and all of it for the update."""
+    held = _on_host(term, model, where)
+    layout = model.layout
+    body = layout.size - layout.offset
+    gathered = held[What.PARAMETERS] * (2 * body - layout.first_units) / body
+    gradients = held[What.GRADIENTS]
+    passes = model.microbatches
+    updated = sum(held.values())
+    return (
+        HostCopy("up", passes * gathered, When.BEFORE_UNIT),
+        HostCopy("down", passes * gradients, When.IN_BACKWARD),
+        HostCopy("up", (passes - 1) * gradients, When.IN_BACKWARD),
+        HostCopy("up", updated, When.AFTER_BACKWARD),
+        HostCopy("down", updated - gradients, When.AFTER_BACKWARD),
+    )
 
 
 def _zero_exchanges(

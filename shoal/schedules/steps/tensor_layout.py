@@ -117,17 +117,31 @@ class EvenLayout:
         num_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
         return self.filled(num_bytes, min(num_bytes, FIRST_BUCKET_BYTES))
 
+    def update_chunks(self, rank: int, ranks: int) -> list[slice]:
+        """The first ones: the others are as long."""
+        length = self._bucket(ranks)
+        edges = [min(k * length, self.size / ranks) for k in range(4)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+    def _bucket(self, ranks: int) -> float:
+        bucket_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
+        return min(self.size, max(self.largest_tensor, bucket_bytes / self.width))
+
     def zero_gradients(
-        self, stage: int, shards: tuple[int, int, int], accumulates: bool, is_stage: bool
+        self,
+        stage: int,
+        shards: tuple[int, int, int],
+        accumulates: bool,
+        is_stage: bool,
+        offload: bool,
     ) -> float:
         """A buffer, or a shard with two buckets on their way, and what waits for a full bucket."""
         rank, ranks, copies = shards
-        bucket_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
-        bucket = min(self.size, max(self.largest_tensor, bucket_bytes / self.width))
+        bucket = self._bucket(ranks)
         waits = self.size if is_stage or (accumulates and stage == 1) else bucket
         if stage == 1:
             return self.size + waits
-        shard = self.size / ranks
+        shard = bucket if offload else self.size / ranks
         others = len(held_shards(rank, ranks, copies)) - 1
         return shard + ON_THE_WAY * bucket + waits + others * shard
 
