@@ -5,6 +5,7 @@
     zero(2)    fully_shard(reshard_after_forward=False)
     tp(N)      parallelize_module (DTensor)
     pp(N)      torch.distributed.pipelining
+    cp(N)      context_parallel: ring attention, the halves of a causal mask balanced
 
 All train one GPT on the same tokens under autocast in bf16, one way after the other, in two rounds
 (`fsdp_bf16` keeps all that it computes in bf16, which takes less memory and gives another loss). A
@@ -142,12 +143,15 @@ class _Stage(nn.Module):
         self.positions = model.positions if rank == 0 else None
         self.norm = model.norm if rank == size - 1 else None
         self.head = model.head if rank == size - 1 else None
+        self.index: Tensor | None = None  # positions of these tokens, where they are not the first
 
     def forward(self, x: Tensor) -> Tensor:
         with _BF16():
             if self.tokens is not None and self.positions is not None:
-                positions = torch.arange(x.shape[1], device=x.device)
-                x = self.tokens(x) + self.positions(positions)
+                index = self.index
+                if index is None:
+                    index = torch.arange(x.shape[1], device=x.device)
+                x = self.tokens(x) + self.positions(index)
             for block in self.blocks:
                 x = block(x)
             return x if self.norm is None or self.head is None else self.head(self.norm(x))
@@ -173,6 +177,23 @@ def torch_pp(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
     return step
 
 
+def torch_cp(job: shoal.Job, model: GPT, batch: tuple[Tensor, Tensor]) -> Step:
+    """Inside of `context_parallel` tokens, targets and positions are those of this rank."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = DeviceMesh("cuda", list(range(job.size)))
+    module = _Stage(model, 0, 1)
+    module.index = index = torch.arange(batch[0].shape[1], device=job.device)
+    mine = batch[0].clone(), batch[1].clone()
+    step = _trained(nn.parallel.DistributedDataParallel(module), mine)
+
+    def sharded_step() -> Tensor | None:
+        with context_parallel(mesh, buffers=[*mine, index], buffer_seq_dims=[1, 1, 0]):
+            return step()
+
+    return sharded_step
+
+
 # ------------------------------------------------------------------------------ measuring
 
 _PEERS: dict[str, tuple[Callable[..., Step], ...]] = {
@@ -181,6 +202,7 @@ _PEERS: dict[str, tuple[Callable[..., Step], ...]] = {
     "zero(3)": (torch_fsdp, torch_fsdp_bf16),
     "tp": (torch_tp,),
     "pp": (torch_pp,),
+    "cp": (torch_cp,),
 }
 
 
