@@ -66,17 +66,17 @@ native: setup
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
 # ranks as threads and as processes, one of which dies; over TCP also a peer that writes wrong frames
-TCP := tests/transport/tcp_driver.c $(filter-out %/_tcp.c,$(wildcard shoal/transport/tcp/*.c))
+TCP := tests/comm/transport/tcp_driver.c $(filter-out %/_tcp.c,$(wildcard shoal/comm/transport/tcp/*.c))
 SANITIZED := -g -O1 -std=gnu11 -fwrapv -fno-strict-aliasing -fno-omit-frame-pointer -Wall -pthread
 check-native:
 	mkdir -p build
 	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all \
-		tests/transport/shm_driver.c -o build/shm-address
-	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread tests/transport/shm_driver.c -o build/shm-thread
+		tests/comm/transport/shm_driver.c -o build/shm-address
+	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread tests/comm/transport/shm_driver.c -o build/shm-thread
 	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all $(TCP) -o build/tcp-address
 	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread $(TCP) -o build/tcp-thread
 	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all \
-		tests/embedding/rows_driver.c -o build/rows-address
+		tests/server/embedding/rows_driver.c -o build/rows-address
 	build/shm-address
 	build/shm-thread
 	build/tcp-address

@@ -12,7 +12,7 @@ def native(folder: str, name: str, *files: str, headers: tuple[str, ...] = ()) -
     return Extension(
         f"{folder.replace('/', '.')}.{name}",
         [f"{folder}/{file}" for file in (f"{name}.c", *files)],
-        depends=["shoal/transport/arithmetic.h", *(f"{folder}/{file}" for file in headers)],
+        depends=["shoal/comm/transport/arithmetic.h", *(f"{folder}/{file}" for file in headers)],
         extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-strict-aliasing", "-pthread"],
         extra_link_args=["-pthread"],
         optional="CIBUILDWHEEL" not in os.environ,
@@ -22,10 +22,10 @@ def native(folder: str, name: str, *files: str, headers: tuple[str, ...] = ()) -
 TCP = ("engine.c", "frames.c", "messages.c", "endings.c")
 setup(
     ext_modules=[
-        native("shoal/transport/shm", "_shm"),
-        native("shoal/transport/tcp", "_tcp", *TCP, headers=("engine.h",)),
-        native("shoal/embedding", "_rows"),
+        native("shoal/comm/transport/shm", "_shm"),
+        native("shoal/comm/transport/tcp", "_tcp", *TCP, headers=("engine.h",)),
+        native("shoal/server/embedding", "_rows"),
         native("shoal/replica", "_peer_sum"),
-        native("shoal/protocol", "_frames"),
+        native("shoal/server/protocol", "_frames"),
     ]
 )

@@ -12,8 +12,8 @@ from benchmarks.harness import FASTER, check_names, say
 from benchmarks.validation.goodput import goodput
 from benchmarks.validation.published_report import published
 from benchmarks.validation.report import validate
-from shoal.cli import new_app, run_app
 from shoal.commands import options
+from shoal.commands.cli import new_app, run_app
 from shoal.commands.output import show
 from shoal.errors import BadInput
 
@@ -110,7 +110,7 @@ def gpu(
     context_parallel. Ranks have a GPU each, or share what there is.
     """
     from benchmarks.gpu import run, table_of
-    from shoal.examples.gpt import SIZES
+    from shoal.commands.examples.gpt import SIZES
 
     check_names("--size", [size], SIZES)
     if not torch.cuda.is_available():
@@ -437,8 +437,8 @@ def predict(
         run,
         total,
     )
-    from shoal.calibration.measure import calibrated_cluster
     from shoal.cluster.presets import load_cluster
+    from shoal.observe.calibration.measure import calibrated_cluster
 
     bench = PredictBench(workers, tuple(strategies or STRATEGIES), rounds, device)
     bench.check()

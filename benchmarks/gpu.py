@@ -31,9 +31,9 @@ import shoal
 from benchmarks.gpu_ranks import how_placed, use_nccl
 from benchmarks.harness import Timing, measure_in_workers, options_of_worker, say, write_result
 from shoal.comm.group import Group, Op
+from shoal.commands.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
-from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 

@@ -15,9 +15,9 @@ import torch
 
 from shoal.comm.group import Group
 from shoal.comm.select import GroupSpec, open_group
-from shoal.launch.rank import worker_group
-from shoal.launch.rank.environment import Placement, detect
 from shoal.runtime.config import RunConfig
+from shoal.worker import worker_group
+from shoal.worker.environment import Placement, detect
 
 
 def how_placed(size: int) -> str:

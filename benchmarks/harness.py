@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.calibration.kernels import timed
 from shoal.commands.launching import run_quietly
 from shoal.errors import BadInput
+from shoal.observe.calibration.kernels import timed
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
 

@@ -30,18 +30,18 @@ from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.comm.select import exchange_over
+from shoal.comm.transport.tcp.connect import TcpSpec
+from shoal.comm.transport.tcp.transport import TcpEngine, TcpTransport
 from shoal.commands.output import plain_table
 from shoal.errors import BadInput, ShoalError
-from shoal.lab.lab import Lab, LabHost, find_lab
-from shoal.lab.namespaces import require
+from shoal.launch.lab.lab import Lab, LabHost, find_lab
+from shoal.launch.lab.namespaces import require
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.lab_files import LabFiles
 from shoal.runtime.parent_death import die_with_parent
 from shoal.runtime.secret import code_of, fresh_nonce
 from shoal.schedules.collectives.cost import Link
-from shoal.transport.tcp.connect import TcpSpec
-from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 
 _TIMEOUT_S = 300.0
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.examples.digits import load_digits
+from shoal.commands.examples.digits import load_digits
 
 FORWARD_S, BACKWARD_S = 0.020, 0.040
 _LAYERS = 4

@@ -35,9 +35,9 @@ from benchmarks.harness import (
     spread,
     write_result,
 )
+from shoal.commands.examples.gpt import VOCABULARY, Block
 from shoal.commands.launching import config_for
 from shoal.commands.output import plain_table
-from shoal.examples.gpt import VOCABULARY, Block
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import as_strategy
 

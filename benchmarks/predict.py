@@ -21,7 +21,6 @@ from shoal.commands.launching import command_for, config_for, run_quietly, strat
 from shoal.commands.output import plain_table
 from shoal.commands.subject import workload_of_script
 from shoal.errors import BadInput
-from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
@@ -29,6 +28,7 @@ from shoal.plan.profile import profiled
 from shoal.plan.workloads import Workload
 from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import as_strategy
+from shoal.worker.auto import measure_profile
 
 CLOSE = 0.05  # a pick that takes so much longer than the best is as good
 

@@ -41,12 +41,12 @@ from shoal.cluster.units import parse_bytes
 from shoal.comm.objects import all_gather_bytes
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
-from shoal.embedding.module import RowStore
-from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.runtime.memory_limit import keep_freed_memory, threads_of
+from shoal.server.embedding.module import RowStore
+from shoal.server.embedding.spec import RowOptimizer, TableSpec
 from shoal.server.process.server import Server
 from shoal.sync import Replica, Sync, plan_for
 from shoal.sync.optimizer_step import OptimizerStep

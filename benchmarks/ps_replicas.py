@@ -32,8 +32,6 @@ from benchmarks.harness import Timing, options_of_worker, write_result
 from benchmarks.ps_peers import LR
 from shoal.comm import objects
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, decode, encode
-from shoal.protocol.connection import Connection
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import server_name
@@ -41,6 +39,8 @@ from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.link import ServerLink
 from shoal.server.client.route import Request
 from shoal.server.messages import Commit, Pull, Pulled
+from shoal.server.protocol import FrameKind, decode, encode
+from shoal.server.protocol.connection import Connection
 from shoal.sync import Replica, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.worker import PsWorker

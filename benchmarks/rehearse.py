@@ -24,8 +24,8 @@ from torch.utils.data import Dataset, TensorDataset
 import shoal
 from benchmarks.harness import say
 from shoal.cluster.presets import load_cluster
+from shoal.commands.examples import clicks, digits, gpt
 from shoal.errors import BadInput
-from shoal.examples import clicks, digits, gpt
 from shoal.plan.step.slow_workers import Unevenness
 from shoal.rehearse.pace import WorkerTimes
 from shoal.rehearse.world import RehearsalSpec, rehearse

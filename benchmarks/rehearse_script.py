@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.examples.digits import load_digits
+from shoal.commands.examples.digits import load_digits
 
 STEPS = 48
 BATCH = 256  # samples of all workers

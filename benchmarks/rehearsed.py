@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.harness import say
 from shoal.commands.output import plain_table
 from shoal.errors import ShoalError
-from shoal.lab.lab import find_lab
+from shoal.launch.lab.lab import find_lab
 from shoal.observe.comparison import ComparedRun, outcome_from
 
 PACED = "benchmarks/paced.py"

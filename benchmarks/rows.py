@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import shoal
 from benchmarks.harness import options_of_worker, write_result
 from shoal.comm.objects import all_gather_object
-from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.server.client.link import ServerLink
+from shoal.server.embedding.spec import RowOptimizer, TableSpec
 from shoal.server.rows.client import ServerStore
 from shoal.sync import Replica, plan_for
 from shoal.sync.optimizer_step import OptimizerStep

@@ -16,7 +16,7 @@ from shoal.cluster.units import show_rate
 from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
 from shoal.errors import BadInput
-from shoal.lab.lab import find_lab
+from shoal.launch.lab.lab import find_lab
 from shoal.runtime.lab_files import LabFiles
 from shoal.runtime.wording import counted
 

@@ -42,7 +42,7 @@ def mlp(width: int, batch_size: int) -> Workload:
 
 
 def digits(batch_size: int) -> Workload:
-    from shoal.examples.digits import DigitsNet
+    from shoal.commands.examples.digits import DigitsNet
 
     return (
         DigitsNet(),
@@ -53,7 +53,7 @@ def digits(batch_size: int) -> Workload:
 
 
 def gpt(size_name: str, batch_size: int) -> Workload:
-    from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
+    from shoal.commands.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 
     size = SIZES[size_name]
     tokens = torch.randint(0, VOCABULARY, (batch_size, size.context))

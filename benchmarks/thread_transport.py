@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 
 from torch import Tensor
 
+from shoal.comm.transport.transport import DoneWork, PendingWork, Work
 from shoal.errors import PeerLost, ShoalError
-from shoal.transport.transport import DoneWork, PendingWork, Work
 
 
 class Mailboxes:

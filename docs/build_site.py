@@ -19,7 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import shoal
-from shoal.cli import COMMANDS, build_app, main
+from shoal.commands.cli import COMMANDS, build_app, main
 
 ROOT = Path(__file__).parents[1]
 PICTURES = {

@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.comm.group import Op as Op
-    from shoal.data import Batch as Batch
-    from shoal.embedding.module import Embedding as Embedding
+    from shoal.commands.planning import predict as predict
+    from shoal.commands.planning import rank_strategies as rank_strategies
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
-    from shoal.launch.rank.run import run as run
-    from shoal.planning import predict as predict
-    from shoal.planning import rank_strategies as rank_strategies
+    from shoal.server.embedding.module import Embedding as Embedding
     from shoal.strategy.strategy import Strategy as Strategy
     from shoal.strategy.strategy import parse as parse
     from shoal.strategy.terms import *  # noqa: F403
     from shoal.train.callbacks import Callback as Callback
+    from shoal.train.data import Batch as Batch
     from shoal.train.job import Job as Job
     from shoal.train.map_reduce import map_reduce as map_reduce
     from shoal.train.step.step import Step as Step
+    from shoal.worker.run import run as run
 
 __version__ = "0.2.0"
 
 _HOME = {
-    "Batch": "data",
+    "Batch": "train.data",
     "Callback": "train.callbacks",
-    "Embedding": "embedding.module",
+    "Embedding": "server.embedding.module",
     "BadInput": "errors",
     "ShoalError": "errors",
     "Job": "train.job",
     "Op": "comm.group",
     "map_reduce": "train.map_reduce",
-    "predict": "planning",
-    "rank_strategies": "planning",
-    "run": "launch.rank.run",
+    "predict": "commands.planning",
+    "rank_strategies": "commands.planning",
+    "run": "worker.run",
     "Step": "train.step.step",
     "Strategy": "strategy.strategy",
     "parse": "strategy.strategy",

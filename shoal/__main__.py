@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     try:
-        from shoal.cli import main as run
+        from shoal.commands.cli import main as run
 
         run()
     except KeyboardInterrupt:  # while modules of the command were loaded

@@ -28,13 +28,13 @@ from shoal.comm.members.membership import GroupMembership
 from shoal.comm.members.network_board import NetworkBoard, ServedBoard
 from shoal.comm.network import HostNetwork
 from shoal.comm.store.service import StoreService
+from shoal.comm.transport.transport import Work
 from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
-from shoal.transport.transport import Work
 from tests.models import mlp
 
 BATCH = 24

@@ -36,7 +36,7 @@ from types import SimpleNamespace
 from typing import Any
 
 VARIABLE = "SHOAL_TEST_FAILPOINTS"
-PROGRAMS = ("shoal.server.main", "shoal.coordinator.main")
+PROGRAMS = ("shoal.server.main", "shoal.server.coordinator.main")
 _SPEC = re.compile(r"([a-z_]+(?:\.[a-z_]+)*):(kill|stop)(?:@([1-9][0-9]{0,8}))?(\+)?")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 Act = Callable[[], None]
@@ -158,12 +158,12 @@ def _brings_push(message: Any) -> bool:
 
 def _at_push(point: str, act: Act) -> None:
     """At the head, which a worker's commit comes to; and at other members."""
-    from shoal.protocol import FrameKind
     from shoal.server.chain.node import ChainNode
     from shoal.server.member import operations
     from shoal.server.member.core import ChainCore, Waiters
     from shoal.server.model.shard import PushBuffer
     from shoal.server.process import peer, requests
+    from shoal.server.protocol import FrameKind
 
     def of_third(_: object, __: object, third: Any, *___: object) -> bool:
         return _is_push(getattr(third, "operation", third))
@@ -201,7 +201,7 @@ def _at_push(point: str, act: Act) -> None:
 
 
 def _at_election(point: str, act: Act) -> None:
-    from shoal.coordinator import Coordinator
+    from shoal.server.coordinator import Coordinator
     from shoal.server.member.start import Keeper
 
     if point == "before":
@@ -243,7 +243,7 @@ def _at_snapshot(point: str, act: Act) -> None:
 
 
 def _at_store(point: str, act: Act) -> None:
-    from shoal.coordinator import store_file
+    from shoal.server.coordinator import store_file
 
     def write_half(path: Path, data: bytes) -> None:
         path.write_bytes(data[: len(data) // 2])

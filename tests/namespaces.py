@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from shoal.lab import namespaces
-from shoal.lab.namespaces import CableEnd, Namespace, NetworkError, join, remove
+from shoal.launch.lab import namespaces
+from shoal.launch.lab.namespaces import CableEnd, Namespace, NetworkError, join, remove
 
 T = TypeVar("T")
 _ETH_P_ALL = 3

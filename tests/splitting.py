@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.commands.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.errors import BadInput, NotBuilt
-from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.state import gather_model
 from shoal.train.job import Job

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shoal.comm.store.session import connect
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, Header, pack
+from shoal.server.protocol import FrameKind, Header, pack
 
 OTHER_UID = 65534
 LIMIT_S = 1.0

@@ -32,6 +32,7 @@ _NO_SIZE = {
 COLUMNS = {
     "tokens": "tokens of Python, without comments and docstrings",
     "names": "names that other rooms import from it",
+    "entered": "files that other rooms import: its face, which is at most six in the end",
     "lines": "lines of its longest function",
     "wide": "functions with 8 or more parameters",
     "parallel": "assignments of several values in one line, as in a, b = c, d",
@@ -122,9 +123,18 @@ def rooms() -> dict[str, Room]:
             _, lines, parameters = text.split()
             room["lines"] = max(room["lines"], int(lines))
             room["wide"] += int(parameters) >= 8
-    for name in set().union(*answers(names_of_other_rooms).values()):
+    names = set().union(*answers(names_of_other_rooms).values())
+    for name in names:
         found[room_of_module(name)]["names"] += 1
+    for file in {file_of(name) for name in names if room_of_module(name) != "__init__.py"}:
+        found[room_of_module(file)]["entered"] += 1
     return found
+
+
+def file_of(name: str) -> str:
+    """The module that has this name, which may be the module itself."""
+    path = ROOT / name.replace(".", "/")
+    return name if path.is_dir() or path.with_suffix(".py").is_file() else name.rpartition(".")[0]
 
 
 def budget() -> dict[str, Room]:
@@ -161,9 +171,9 @@ def _most(name: str, column: str) -> list[str]:
                 places[f"{path.name}:{of}"] = int(lines)
             elif column == "wide" and int(parameters) >= 8:
                 places[f"{path.name}:{of}"] = int(parameters)
-    if column == "names":
+    if column in ("names", "entered"):
         every = set().union(*answers(names_of_other_rooms).values())
-        places.update(each.rsplit(".", 1)[0] for each in every if room_of_module(each) == name)
+        places.update(file_of(each) for each in every if room_of_module(each) == name)
     return [f"{place} {count:,}" for place, count in places.most_common(4)]
 
 

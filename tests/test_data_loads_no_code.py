@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.lab import lab
+from shoal.launch.lab import lab
 from shoal.rehearse.losses import read_losses
 from shoal.runtime import lab_files
 from tests.checkpoints import write_manifest

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding.module import Embedding
-from shoal.examples.gpt import next_token_loss
+from shoal.commands.examples.gpt import next_token_loss
+from shoal.server.embedding.module import Embedding
 from shoal.sync.ddp import CompressedReduce
 from shoal.train.job import Job
 from shoal.train.step.step import Step

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from shoal.comm.network import HostNetwork
-from shoal.coordinator.service import CoordinatorService, Core
 from shoal.errors import BadInput
-from shoal.protocol.endpoint import Listener
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
+from shoal.server.coordinator.service import CoordinatorService, Core
 from shoal.server.process.server import Server
+from shoal.server.protocol.endpoint import Listener
 
 PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
@@ -25,11 +25,11 @@ LISTENERS = {
     "comm/select.py": "NCCL: Worker._check_network; Gloo within one host, in gloo_settings",
     "comm/store/service.py": "asks for a key",
     "comm/torch_backend/process_group.py": "Gloo, within one host: share_memory",
-    "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
+    "launch/lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
     "launch/managers/ray_machines.py": "the same",
     "launch/hosts/remote.py": "the same",
-    "protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",
-    "transport/tcp/connect.py": "HostNetwork.key",
+    "server/protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",
+    "comm/transport/tcp/connect.py": "HostNetwork.key",
 }
 NO_SECRET_HERE = {"XDG_CONFIG_HOME": "/nonexistent", "SHOAL_HOST": "10.0.0.1"}
 

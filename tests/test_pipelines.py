@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.examples.gpt import next_token_loss
+from shoal.commands.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.schedules.pipelines.catalog import CATALOG
 from shoal.strategy.strategy import parse

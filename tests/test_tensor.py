@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.examples.gpt import GPT, Size, next_token_loss
+from shoal.commands.examples.gpt import GPT, Size, next_token_loss
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World

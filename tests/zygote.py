@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shoal.cli import COMMANDS, build_app
+from shoal.commands.cli import COMMANDS, build_app
 from shoal.launch.here.python_fork import be_python
 from tests.failpoints import arm_program
 
@@ -37,7 +37,7 @@ _PRELOADED = (
     "numpy",
     "networkx",
     "safetensors.torch",
-    "shoal.launch.rank.run",
+    "shoal.worker.run",
     "shoal.server.process.server",
 )
 _RealPopen = subprocess.Popen

@@ -66,7 +66,7 @@ def contributions(rounds: Rounds, ranks: int) -> list[list[Counter[int]]]:
 
 
 def execute(rounds: Rounds, world: World, rank: int, vector: Tensor) -> None:
-    """In place. For real: shoal/comm/executors/scheduled.py, and shoal/transport/ in C."""
+    """In place. For real: shoal/comm/executors/scheduled.py, and shoal/comm/transport/ in C."""
     chunks = vector.tensor_split(world.size)
     for transfers in rounds:
         for transfer in transfers:

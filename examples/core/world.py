@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class World:
-    """A mailbox for each pair of ranks. For real: shoal/transport/transport.py."""
+    """A mailbox for each pair of ranks. For real: shoal/comm/transport/transport.py."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.examples.digits import load_digits, metrics
+from shoal.commands.examples.digits import load_digits, metrics
 
 
 def train(job: shoal.Job) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import shoal
-from shoal.examples.digits import load_digits, metrics
+from shoal.commands.examples.digits import load_digits, metrics
 
 EPOCHS = 2
 ACCUMULATE = 2

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.transport.shm.flight_recorder import DTYPES, KINDS, OPS
 from shoal.errors import BadInput
-from shoal.transport.shm.flight_recorder import DTYPES, KINDS, OPS
 
 # one tensor, or a list of tensors that are its pieces in the order of ranks
 Operand = Tensor | list[Tensor]

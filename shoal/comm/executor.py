@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.call import Call, PeerMessage
+from shoal.comm.transport.transport import Work, Works
 from shoal.runtime.trace import SentBytes
-from shoal.transport.transport import Work, Works
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.topology import Topology

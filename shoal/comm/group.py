@@ -15,10 +15,10 @@ from torch import Tensor
 
 from shoal.comm.call import Call, Op, Operand, PeerMessage, check_reducible, sent_bytes
 from shoal.comm.executor import Executor
+from shoal.comm.transport.shm.messages import ANY_SOURCE
+from shoal.comm.transport.transport import Work
 from shoal.errors import BadInput
 from shoal.runtime.trace import SentBytes
-from shoal.transport.shm.messages import ANY_SOURCE
-from shoal.transport.transport import Work
 
 __all__ = ["Group", "Op"]
 

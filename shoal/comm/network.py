@@ -18,6 +18,8 @@ import torch
 
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.transport.shm.memfd import Exchange
+from shoal.comm.transport.shm.segment import NOT_BUILT, is_built, join
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig, variable_name
 from shoal.runtime.decoders import decode_json
@@ -25,12 +27,10 @@ from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import code_of, fresh_nonce
 from shoal.runtime.trust import is_loopback, key_of_host, require_protected
-from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.executor import Hierarchical
-    from shoal.transport.tcp.transport import TcpEngine
+    from shoal.comm.transport.tcp.transport import TcpEngine
 
 
 LOOPBACK = "127.0.0.1"
@@ -149,8 +149,8 @@ def open_engine(
     key = network.key(topology.rank)
     drawn = exchange(fresh_nonce().hex().encode())
 
-    from shoal.transport.tcp.connect import TcpSpec
-    from shoal.transport.tcp.transport import TcpEngine
+    from shoal.comm.transport.tcp.connect import TcpSpec
+    from shoal.comm.transport.tcp.transport import TcpEngine
 
     spec = TcpSpec(
         topology.rank,

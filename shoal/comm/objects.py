@@ -30,9 +30,9 @@ from torch import Tensor
 
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group, Op
+from shoal.comm.transport.transport import DoneWork, Work
 from shoal.errors import BadInput, ShoalError
-from shoal.pytree import Tree
-from shoal.transport.transport import DoneWork, Work
+from shoal.runtime.pytree import Tree
 
 MAX_DESCRIPTION_BYTES = 1 << 28
 _MAX_TENSOR_BYTES = 1 << 42

@@ -28,12 +28,12 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.store.authenticated import generation_name, own_generation
+from shoal.comm.transport.shm.memfd import Exchange
+from shoal.comm.transport.shm.segment import NOT_BUILT, is_built
+from shoal.comm.transport.transport import Transport
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, gloo_settings, no_watchdog
 from shoal.schedules.user import is_user_function
-from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import NOT_BUILT, is_built
-from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.executor import Hierarchical
@@ -194,8 +194,8 @@ def _by_algorithm(spec: GroupSpec, name: str, world: dist.ProcessGroup) -> Execu
 
 def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, tuple[int, ...]]:
     """Messages between all pairs of ranks, and their order in a ring: hosts, and racks, in turn."""
-    from shoal.transport.tcp.transport import TcpTransport
-    from shoal.transport.transport import TorchTransport
+    from shoal.comm.transport.tcp.transport import TcpTransport
+    from shoal.comm.transport.transport import TorchTransport
 
     if spec.is_one_host:
         return TorchTransport(world), tuple(range(spec.size))

@@ -18,10 +18,10 @@ from torch import Tensor
 from shoal.comm.call import Call, PeerMessage, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
+from shoal.comm.transport.shm.messages import ANY_SOURCE
+from shoal.comm.transport.transport import Work, Works
 from shoal.runtime import clock
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
-from shoal.transport.shm.messages import ANY_SOURCE
-from shoal.transport.transport import Work, Works
 
 
 @dataclass(eq=False)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import typer
 
-from shoal.calibration.measure import calibrate, check_seconds, keep
 from shoal.cluster import Cluster, drawing
 from shoal.cluster.discover import discover as discover_host
 from shoal.cluster.hardware import Device, MeasuredCalls
@@ -23,6 +22,7 @@ from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
+from shoal.observe.calibration.measure import calibrate, check_seconds, keep
 from shoal.runtime.wording import say
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.calibration.kernels import sample_rounds
 from shoal.comm.call import Op
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
-from shoal.transport.transport import TorchTransport, Work
+from shoal.comm.transport.transport import TorchTransport, Work
+from shoal.observe.calibration.kernels import sample_rounds
 
 _CALLS = 2  # of a measurement
 _ROUNDS = 9

@@ -114,7 +114,7 @@ def compare(
     target = command[2:] if command[1] == "-m" else command[1:]
     has_faults = bool(slow or slow_link or kill)
     names = strategies_of(strategy or (WAYS_TO_WAIT if has_faults else None), workers)
-    if steps is None and target[0].startswith("shoal.examples."):
+    if steps is None and target[0].startswith("shoal.commands.examples."):
         steps = FAULTY_STEPS if has_faults else EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
     config = replace(config, slow=tuple(slow or ()), kill=tuple(kill or ()))

@@ -20,7 +20,6 @@ from shoal.commands.options import argument, option
 from shoal.commands.output import Part, plain_table, show, write_text
 from shoal.commands.subject import Subject
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.rank.auto import read_trace
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.step.collective_time import Network, group_of
 from shoal.plan.sync_price import SyncQuestion
@@ -34,6 +33,7 @@ from shoal.schedules.steps.tensor_layout import EvenLayout
 from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import AXES, Layout, Strategy, as_strategy
+from shoal.worker.auto import read_trace
 
 STEPS = ("forward", "backward", "push, reduce", "update", "pull")
 Lanes = Mapping[str, Sequence[str]]

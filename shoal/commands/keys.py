@@ -20,6 +20,7 @@ from typing import Any
 
 import typer
 
+from shoal.comm.transport.tcp.tls import own_certificate
 from shoal.commands import options
 from shoal.commands.options import argument, option
 from shoal.commands.output import show as show_parts
@@ -27,7 +28,6 @@ from shoal.errors import BadInput, CheckFailed, ShoalError
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.secret import fingerprint, make_key_file, mode_warning
-from shoal.transport.tcp.tls import own_certificate
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")

@@ -18,9 +18,9 @@ from shoal.commands.options import argument, option
 from shoal.commands.output import show as show_parts
 from shoal.commands.output import wide_console
 from shoal.errors import BadInput
-from shoal.lab.design import MTU, LabDesign, parse_rate
-from shoal.lab.lab import Lab, build_lab, find_lab, known_labs, refuse_built_now, remove_lab
-from shoal.lab.namespaces import require
+from shoal.launch.lab.design import MTU, LabDesign, parse_rate
+from shoal.launch.lab.lab import Lab, build_lab, find_lab, known_labs, refuse_built_now, remove_lab
+from shoal.launch.lab.namespaces import require
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles
 from shoal.runtime.wording import counted
 

@@ -56,7 +56,7 @@ def open_engine(text: str, config: RunConfig) -> Machines:
     check_engine(text)
     name, _, address = text.partition("://")
     if name == "lab":
-        from shoal.lab.lab import LabMachines
+        from shoal.launch.lab.lab import LabMachines
 
         return LabMachines(address or None)
     # Ray reads them when it is imported
@@ -171,7 +171,7 @@ class WorkersOptions:
         """With the strategy that `-s auto` stands for, and the workers of --elastic."""
         if self.strategy != "auto":
             return self.as_elastic()
-        from shoal.launch.rank.auto import choose_strategy  # only where it is needed
+        from shoal.worker.auto import choose_strategy  # only where it is needed
 
         config = config_for(as_strategy("single"), device=self.device)
         run = partial(run_quietly, command)
@@ -260,7 +260,7 @@ def _emptied(file: Path | None) -> Path | None:
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:
     """The command that runs an example or a script in a worker."""
     if script in EXAMPLES and not Path(script).exists():
-        return [sys.executable, "-m", f"shoal.examples.{script}", *(args or [])]
+        return [sys.executable, "-m", f"shoal.commands.examples.{script}", *(args or [])]
     if not Path(script).is_file():
         near = difflib.get_close_matches(script, EXAMPLES, 1)
         hint = f"; did you mean the example {near[0]!r}?" if near else ""
@@ -329,7 +329,9 @@ def run_shown(
     if files is not None and files.reports:
         document = {**run_report(config.strategy or "", workers, result), **files.more}
         if files.more:
-            from shoal.report_page.own_schedules import recorded_schedules  # only where needed
+            from shoal.observe.report_page.own_schedules import (
+                recorded_schedules,  # only where needed
+            )
 
             strategy = as_strategy(config.strategy or "single")
             document["schedules"] = recorded_schedules(strategy, workers, result.reports)
@@ -374,7 +376,7 @@ def _launch(
             ),
         )
     if on is None:
-        from shoal.launch.rank.environment import refuse_ranks  # only where workers start here
+        from shoal.worker.environment import refuse_ranks  # only where workers start here
 
         refuse_ranks(spec.config, "shoal run")
         return launch(spec, write, on_progress)

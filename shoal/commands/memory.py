@@ -23,12 +23,12 @@ from shoal.commands.launching import (
 from shoal.commands.options import option
 from shoal.commands.output import plain_table, show
 from shoal.errors import BadInput, CheckFailed, ShoalError
-from shoal.launch.rank.auto import read_trace
 from shoal.plan.workloads import Split, Workload
 from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig, WorkloadTraceConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.worker.auto import read_trace
 
 _HEADS = {  # short, so that the columns fit 80 characters
     "parameters": "params",

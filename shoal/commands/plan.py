@@ -18,9 +18,9 @@ from shoal.commands.goodput import FailureOptions, goodput_parts
 from shoal.commands.launching import strategy_for
 from shoal.commands.options import option
 from shoal.commands.output import Part, bold, show
+from shoal.commands.planning import FoundPlan, PlannedStrategy, as_plan
 from shoal.commands.subject import Subject, SubjectOptions, hidden_axes
 from shoal.plan.search import OnPriced, SearchOptions, search
-from shoal.planning import FoundPlan, PlannedStrategy, as_plan
 from shoal.runtime.wording import counted
 
 

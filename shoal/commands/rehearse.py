@@ -36,7 +36,6 @@ from shoal.commands.output import Part, json_text, shares_of_time, show, write_t
 from shoal.commands.subject import Subject, named_cluster, workload_of_command
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.losses.lost_workers import run_report, taking_back
-from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome, outcome_from
 from shoal.observe.time_shares import all_shares, write_chrome
 from shoal.plan.profile import profiled
@@ -45,6 +44,7 @@ from shoal.runtime.faults import read_kills, read_slow
 from shoal.runtime.lazy_dynamo import load_when_used
 from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
+from shoal.worker.auto import measure_profile
 
 STRATEGIES = option(
     "A strategy to rehearse; repeatable.",
@@ -214,7 +214,7 @@ class _Stage:
     def report(self, command: Sequence[str], cluster: str) -> dict[str, Any]:
         """Of the latest, as `shoal run --record` writes it."""
         from shoal.commands.run import recorded  # only where needed
-        from shoal.report_page.own_schedules import recorded_schedules
+        from shoal.observe.report_page.own_schedules import recorded_schedules
 
         name = next(one.strategy for one in reversed(self.outcomes) if one.ran)
         workers = len(self.latest.result.reports)

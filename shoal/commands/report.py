@@ -23,8 +23,8 @@ def report(
     shown side by side.
     """
     check_folder(out, "the page")
-    from shoal.report_page.record import RecordedRun
-    from shoal.report_page.sections import page  # only when the options are right
+    from shoal.observe.report_page.record import RecordedRun
+    from shoal.observe.report_page.sections import page  # only when the options are right
 
     text = page([RecordedRun.read(folder) for folder in runs])
     write_text(out, text)

@@ -146,7 +146,7 @@ def scale(
 
 def _places(device: str | None) -> tuple[int, str]:
     """How many workers have one each, of the GPUs that a run uses, or of the cores."""
-    from shoal.launch.rank.worker_group import possible_gpus  # torch: only where it is needed
+    from shoal.worker.worker_group import possible_gpus  # torch: only where it is needed
 
     gpus = len(possible_gpus(device))
     return (gpus, "GPU") if gpus else (cores(), "core")

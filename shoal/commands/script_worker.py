@@ -28,9 +28,6 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import BadInput, CheckpointError, ShoalError
-from shoal.launch.rank.environment import Placement, detect
-from shoal.launch.rank.run import replaced_run, run
-from shoal.launch.rank.worker import Train, Worker
 from shoal.observe.comparison import ComparedRun, patience_s, sent_bytes
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
@@ -43,6 +40,9 @@ from shoal.train.job import Job
 from shoal.train.progress import open_progress
 from shoal.train.step.step import Step
 from shoal.train.throughput import StepRecord
+from shoal.worker.environment import Placement, detect
+from shoal.worker.run import replaced_run, run
+from shoal.worker.worker import Train, Worker
 
 
 class ComparisonWorker(Worker):
@@ -227,7 +227,7 @@ def run_script(words: list[str], instead: Callable[[Train], None]) -> None:
     sys.argv = words
     shoal.__dict__["run"] = run  # the import above has put the module under the name
     with replaced_run(act):
-        if script.startswith("shoal.examples."):
+        if script.startswith("shoal.commands.examples."):
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(script).resolve().parent))

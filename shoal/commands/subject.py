@@ -18,13 +18,13 @@ from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, command_for, config_for, run_quietly
 from shoal.commands.options import argument, option
 from shoal.errors import BadInput
-from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
 from shoal.plan.workloads import OPERATIONS, Workload
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
 from shoal.runtime.faults import read_slow
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
+from shoal.worker.auto import traced
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def named_cluster(name: str | Path | Cluster) -> Cluster:
     if isinstance(name, Cluster):
         return name
     if str(name) == THIS_MACHINE:
-        from shoal.calibration.measure import cached_cluster  # only where it is needed
+        from shoal.observe.calibration.measure import cached_cluster  # only where it is needed
 
         return cached_cluster() or load_cluster(name)
     return load_cluster(name)

@@ -133,7 +133,7 @@ class SubmitRequest:
         if not self.k8s:
             program = command_for(self.script, list(self.args or ()))
         elif self.script in EXAMPLES:
-            program = ["python", "-m", f"shoal.examples.{self.script}", *(self.args or ())]
+            program = ["python", "-m", f"shoal.commands.examples.{self.script}", *(self.args or ())]
         else:
             program = ["python", self.script, *(self.args or ())]
         program[0] = self.python or program[0]

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.group import Op
-from shoal.data.sampling import FullDatasetBatch
 from shoal.errors import StopTraining
-from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.pipeline.replay_lineage import writes
 from shoal.replica.tensor.linear import ParallelAttention
 from shoal.runtime.config import CaptureConfig
+from shoal.runtime.pytree import tensors_of
 from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import Batches
 from shoal.train.checkpoints.state import gather_model, gather_optimizer_state
+from shoal.train.data.sampling import FullDatasetBatch
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shoal.comm.call import Call
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
-from shoal.data.rows import num_rows, take_rows
+from shoal.comm.transport.transport import DoneWork, Work
 from shoal.errors import BadInput, NotBuilt, StopTraining
 from shoal.observe import model_sizes
 from shoal.replica.deferred_init import DeferredInit
@@ -45,10 +45,10 @@ from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Pp, Tp
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.sync.optimizer_step import OptimizerFactory
+from shoal.train.data.rows import num_rows, take_rows
 from shoal.train.job import Job
 from shoal.train.own_loop.setup import loop_term, tensor_plans
 from shoal.train.step.options import StepOptions
-from shoal.transport.transport import DoneWork, Work
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import StopTraining
 from shoal.observe.memory_estimate import WorkerMemory
-from shoal.pytree import Tree, tensors_of
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.microbatch_context import MicroBatch
 from shoal.runtime.config import MemoryProbeConfig
+from shoal.runtime.pytree import Tree, tensors_of
 from shoal.schedules.steps.step import What
 from shoal.sync.compressed_sum import CompressedSum
 from shoal.sync.memory import MemoryCounter, tensors_held_by

@@ -14,20 +14,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from shoal.data.rows import num_rows
 from shoal.plan.tracing.module import AUTOCAST, on_fake_tensors
 from shoal.plan.tracing.recorder import SavedTensors
 from shoal.plan.workloads import StoredRows
-from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatLayout
 from shoal.replica.fsdp.unit_gather import cast_params, wrap_modules
 from shoal.replica.microbatch_context import Loss, call_model, fork_rng
 from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
+from shoal.runtime.pytree import Tree, map_tensors
 from shoal.schedules.steps.tensor_layout import TensorLayout
 from shoal.schedules.steps.worker_model import WorkerModel
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.sync.shared_host import takes_slices
+from shoal.train.data.rows import num_rows
 from shoal.train.step.cut_batch import ForwardSignature
 
 
@@ -76,8 +76,8 @@ def row_tables(model: nn.Module, optimizer: OptimizerFactory) -> dict[nn.Module,
     """Of each `shoal.Embedding`, whose rows take memory where they are stored."""
     if not any(getattr(module, "has_rows", False) for module in model.modules()):
         return {}
-    from shoal.embedding.module import embeddings_of
-    from shoal.embedding.spec import RowOptimizer
+    from shoal.server.embedding.module import embeddings_of
+    from shoal.server.embedding.spec import RowOptimizer
 
     found: dict[nn.Module, StoredRows] = {}
     for _, one in embeddings_of(model):

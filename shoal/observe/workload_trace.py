@@ -24,26 +24,26 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.data.rows import move_to, num_rows, take_rows
 from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_line, first_step
 from shoal.observe.model_sizes import activation_bytes, row_tables, sizes_of
 from shoal.plan.tracing.module import AUTOCAST, precision_of, sum_of, trace_module
 from shoal.plan.workloads import Precision, SplitLimits, StoredRows
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import cast_params, wrap_modules
 from shoal.replica.microbatch_context import Loss, autocast_for, call_model
 from shoal.replica.tensor.plan import plan_of
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
+from shoal.runtime.pytree import Tree
 from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import as_strategy
 from shoal.sync.ddp import ddp_buckets
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
+from shoal.train.data.rows import move_to, num_rows, take_rows
 from shoal.train.job import Job
 from shoal.train.step.cut_batch import ForwardSignature
 from shoal.train.step.options import StepOptions

@@ -18,6 +18,8 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import Solo
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.members.membership import Generation, GroupMembership
+from shoal.comm.transport.shm.memfd import Exchange
+from shoal.comm.transport.transport import DoneWork, Work
 from shoal.errors import PeerLost, ShoalError
 from shoal.rehearse.arithmetic import carry_out
 from shoal.rehearse.network import (
@@ -31,8 +33,6 @@ from shoal.rehearse.network import (
 from shoal.rehearse.virtual_time import Fiber, VirtualTime
 from shoal.schedules.collectives.catalog import build, proven_collective
 from shoal.schedules.user import is_user_function
-from shoal.transport.shm.memfd import Exchange
-from shoal.transport.transport import DoneWork, Work
 
 GroupKey = tuple[object, ...]
 MessageKey = tuple[GroupKey, int, int, int]

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.transport.shm import memfd
+from shoal.comm.transport.tcp.connect import require_open_files
 from shoal.rehearse.executor import VirtualRanks
 from shoal.replica.flat_params import FlatParams
 from shoal.schedules.buffer_layout import LARGE_BYTES
@@ -38,8 +40,6 @@ from shoal.sync.ps.push import UpdateOnServers
 from shoal.sync.shared_host import PrivatePages, takes_slices, whole_pages
 from shoal.sync.weight_slots import WeightSlots
 from shoal.train.step.step import Step
-from shoal.transport.shm import memfd
-from shoal.transport.tcp.connect import require_open_files
 
 
 class SharedReplicas:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.errors import BadInput
-from shoal.protocol import FrameKind, unpack
 from shoal.rehearse.network import VirtualMessage, VirtualNetwork
 from shoal.rehearse.virtual_time import Fiber, FiberEnd, VirtualTime
+from shoal.server.protocol import FrameKind, unpack
 
 _ADDRESS = "virtual:"
 
@@ -193,7 +193,7 @@ class VirtualListener:
 
 
 class VirtualSockets:
-    """The connections of a rehearsal, in place of those of the machine (`protocol/endpoint.py`)."""
+    """The connections of a rehearsal, not those of the machine (`server/protocol/endpoint.py`)."""
 
     def __init__(self, network: VirtualNetwork, time: VirtualTime):
         self._network = network

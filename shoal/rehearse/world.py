@@ -28,7 +28,6 @@ from shoal.comm.members.board import FileBoard, GroupMember
 from shoal.comm.members.meetings import open_meetings
 from shoal.comm.members.membership import GroupMembership
 from shoal.comm.tracing import Traced
-from shoal.coordinator.service import CoordinatorService, Core
 from shoal.errors import BadInput, RunOver, StopTraining
 from shoal.launch.here.coordinator import coordinated
 from shoal.launch.here.process_config import replication_of
@@ -38,7 +37,6 @@ from shoal.launch.losses.failures import add_line_of_script, report_failure, why
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, tolerance_of
 from shoal.plan.step.slow_workers import Unevenness
-from shoal.protocol.endpoint import replaced_sockets
 from shoal.rehearse.executor import Virtual, VirtualElasticGroup, VirtualRanks
 from shoal.rehearse.losses import Loss, Losses
 from shoal.rehearse.network import VirtualNetwork
@@ -57,8 +55,10 @@ from shoal.runtime.files import StepCount, scratch_folder
 from shoal.runtime.launched_worker import seed_python
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trace import Recorder, Trace, server_name
+from shoal.server.coordinator.service import CoordinatorService, Core
 from shoal.server.main import chain_settings
 from shoal.server.process.server import Server
+from shoal.server.protocol.endpoint import replaced_sockets
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
@@ -291,7 +291,7 @@ class _Rehearsal:
         return 2 if isinstance(error, BadInput) else 1
 
     def _group_of(self, me: GroupMember, tracer: Recorder) -> Group:
-        """As `launch/rank/worker_group.py` opens it."""
+        """As `worker/worker_group.py` opens it."""
         spec = self.spec
         run_dir = self._run_dir
         rank = me.worker

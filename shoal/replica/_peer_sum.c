@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../transport/arithmetic.h"
+#include "../comm/transport/arithmetic.h"
 
 #define BLOCK (128 << 10) /* bytes of a rank that are read at a time, */
 #define SCRATCH (512 << 10) /* and of all ranks: they stay in the second cache of a core */

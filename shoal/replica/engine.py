@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import StepAccumulation
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.flat_params import FlatParams
@@ -37,6 +36,7 @@ from shoal.replica.microbatch_context import (
     fork_rng,
     seed_forward,
 )
+from shoal.runtime.pytree import Tree, map_tensors, tensors_of
 from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines import Action, ActionKind
 

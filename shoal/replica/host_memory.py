@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.transport.transport import DoneWork, Work
+from shoal.comm.transport.transport import DoneWork, Work
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

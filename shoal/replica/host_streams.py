@@ -4,7 +4,7 @@ A step seeds them before each forward and restores them afterwards. To read and 
 takes tens to hundreds of microseconds, and hardly any forward draws from it. So a generator that a
 forward has left alone is not seeded any more: the 2.5 KB of its Mersenne twister are compared in
 memory before and behind a step, and one that is drawn from is seeded from then on. Samples of a
-dataset (`data/sample_seeds.py`) do the same with a batch; there torch's generator is one of them.
+dataset (`train/data/sample_seeds.py`) do the same with a batch; there torch's generator is one.
 """
 
 from __future__ import annotations

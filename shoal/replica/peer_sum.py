@@ -16,7 +16,7 @@ except ImportError:
     _native = None  # type: ignore[assignment]
 
 Exchange = Callable[[bytes], list[bytes]]
-_CODES = {torch.float32: 7, torch.float64: 8}  # of transport/arithmetic.h
+_CODES = {torch.float32: 7, torch.float64: 8}  # of comm/transport/arithmetic.h
 _ELEMENTS_OF_A_THREAD = 1 << 17
 _BLOCKS_OF_A_RANK = 8
 _LINE = 8  # numbers of 64 bits

@@ -2,7 +2,7 @@
 
     lock                 locked while the process that made the directory, or a fork of it, runs
     secret               32 random bytes in hexadecimal; processes of the run prove it to each other
-    store/               rendezvous of the workers (launch/rank/rendezvous.py)
+    store/               rendezvous of the workers (worker/rendezvous.py)
     all-joined           every worker has joined the group
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished

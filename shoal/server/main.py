@@ -113,7 +113,7 @@ def _open_server(config: RunConfig) -> Server:
 def chain_settings(config: RunConfig) -> ChainSettings | None:
     """The place of this server in the chain of its shard; None if it has no copies."""
     from shoal.comm.executors.hierarchical.topology import host_id
-    from shoal.coordinator.client import lease_ttl_s, open_coordinator
+    from shoal.server.coordinator.client import lease_ttl_s, open_coordinator
     from shoal.server.member.place import ChainPlace
     from shoal.server.member.start import ChainSettings
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.protocol import WireMessage as WireMessage
 from shoal.server.consistency import Count, PushVerdict, Rule
 from shoal.server.model.named_optimizer import NamedOptimizer, Option
+from shoal.server.protocol import WireMessage as WireMessage
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]

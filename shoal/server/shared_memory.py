@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.protocol import Refused
+from shoal.comm.transport import cuda_ipc
+from shoal.comm.transport.shm import memfd
 from shoal.server.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.server.model.shard import DTYPES, partial_sums
-from shoal.transport import cuda_ipc
-from shoal.transport.shm import memfd
+from shoal.server.protocol import Refused
 
 Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank
 

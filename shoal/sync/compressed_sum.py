@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.comm.compress import Compressor, PowerSgd, TopK, make_compressor
 from shoal.comm.group import Group, Op
-from shoal.compress import Compressor, PowerSgd, TopK, make_compressor
+from shoal.comm.transport.transport import Work
 from shoal.errors import CheckpointError
 from shoal.replica.flat_params import FlatLayout, FlatParams
 from shoal.replica.split.shard import ReplicaShard
-from shoal.transport.transport import Work
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.comm.transport.transport import Work
 from shoal.replica.flat_params import FlatLayout
 from shoal.replica.ordered_sum import add_leaf, tree_sum
 from shoal.schedules.addition_tree import Node, full_subtrees, runs_of
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp, Single
 from shoal.sync import CHANGING_SCALE, CountedSync, Replica, Sync, SyncPlan, runs, under
-from shoal.transport.transport import Work
 
 
 class DdpSync(CountedSync):

@@ -27,6 +27,7 @@ from torch import Tensor
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
+from shoal.comm.transport.transport import Work
 from shoal.errors import BadInput
 from shoal.runtime import clock
 from shoal.runtime.trace import MIX, WAIT
@@ -41,7 +42,6 @@ from shoal.sync.lasting import comes_back
 from shoal.sync.replica_mean import averaged, mean_state
 from shoal.sync.shared_weights import build_shared
 from shoal.sync.weight_slots import WeightSlots
-from shoal.transport.transport import Work
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
 MEASURE_EARLY = (1, 5, 20)  # so that a short run that is traced has a line of them

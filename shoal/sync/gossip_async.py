@@ -1,7 +1,7 @@
 """Asynchronous decentralized training on one host, and what it counts on several, too.
 
 Each worker lays its weights out in memory that the others read
-(`transport/shm/rank_memory.py`). After an update of its own it averages with what its
+(`comm/transport/shm/rank_memory.py`). After an update of its own it averages with what its
 neighbours have laid out since it last read them. The weight of a neighbour without a new version
 goes to the worker's own weights. So a slow worker delays no other. One that has died is left out:
 its neighbours keep its weight themselves. On several hosts: `gossip_pairs.py`.
@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shoal.comm.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 from shoal.runtime.trace import MIX
 from shoal.schedules.mixing import Mixing
 from shoal.sync import Comeback, Replica
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.sync.replica_mean import kept
-from shoal.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next, at most
 

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
-from shoal.protocol import FrameKind, Header, Hello, Refused
-from shoal.protocol.connection import Connection
-from shoal.protocol.handshake import dial
-from shoal.protocol.service import ConnectionService
 from shoal.runtime import clock
 from shoal.runtime.trace import MIX
 from shoal.runtime.waits import waiting
 from shoal.schedules.mixing import Mixing
 from shoal.server.client.discovery import all_gather_text
 from shoal.server.client.route import START_TIMEOUT_S
+from shoal.server.protocol import FrameKind, Header, Hello, Refused
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.handshake import dial
+from shoal.server.protocol.service import ConnectionService
 from shoal.server.shared_memory import bytes_of
 from shoal.sync import Replica, Sync
 from shoal.sync.gossip_async import NeighbourNews

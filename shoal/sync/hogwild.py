@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.comm.transport.shm.rank_memory import FREE_MARK, header_bytes
 from shoal.errors import BadInput
 from shoal.strategy.sync_terms import Hogwild
 from shoal.sync import Comeback, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import LocalSync
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
-from shoal.transport.shm.rank_memory import FREE_MARK, header_bytes
 
 _STEPS = FREE_MARK
 _MISSED = FREE_MARK + 1

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.transport.transport import Work
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.host_memory import HostCopies, host_zeros
 from shoal.sync.optimizer_step import OptimizerStep, settings_of
-from shoal.transport.transport import Work
 
 
 class HostState:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from shoal.comm.objects import all_gather_bytes, broadcast_bytes
+from shoal.comm.transport.shm.lasting_memory import LastingMemory, MemoryGone
+from shoal.comm.transport.shm.rank_memory import RankMemory, header_bytes
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.runtime import clock
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import until, waiting
 from shoal.sync import Comeback, Replica, Sync
-from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
-from shoal.transport.shm.rank_memory import RankMemory, header_bytes
 
 _ALIGN = 64
 

@@ -20,12 +20,12 @@ _OWN = "shoal_user_"  # of files of the user
 _SYNC = (
     _OWN,
     "shoal.sync.",
-    "shoal.compress",
+    "shoal.comm.compress",
     "shoal.server.client.client",
     "shoal.server.model.",
     "shoal.replica.host_memory",
 )
-_SERVER = ("shoal.server.", "shoal.compress", "shoal.embedding.")
+_SERVER = ("shoal.server.", "shoal.comm.compress", "shoal.server.embedding.")
 _NOT_WALKED = ("shoal.sync.optimizer_step",)
 
 

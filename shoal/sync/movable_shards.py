@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.comm.objects import PytreeChannel
 from shoal.errors import BadInput, ShoalError
-from shoal.pytree import map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.optimizers import PARAM_KEYS
+from shoal.runtime.pytree import map_tensors
 from shoal.schedules.buffer_layout import shard_transfers, surviving_holders
 from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
 

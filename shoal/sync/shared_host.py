@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_gather_bytes
+from shoal.comm.transport.shm import memfd
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.optimizers import LooksAt, has_hooks, looks_at
 from shoal.replica.peer_sum import PeerSum, readable_peers
 from shoal.schedules.buffer_layout import LARGE_BYTES, SHARED_BYTES
 from shoal.sync import Replica
 from shoal.sync.optimizer_step import make_optimizer
-from shoal.transport.shm import memfd
 
 _ALIGN = 16  # elements: slices begin with a cache line
 _PAGE_WORD = 8  # bytes of /proc/self/pagemap

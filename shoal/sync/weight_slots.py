@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.objects import all_gather_bytes
+from shoal.comm.transport.shm import memfd
+from shoal.comm.transport.shm.memfd import Offer
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.peer_sum import mix
 from shoal.schedules.mixing import Mixing
 from shoal.sync import Replica
 from shoal.sync.shared_host import pays, whole_pages
-from shoal.transport.shm import memfd
-from shoal.transport.shm.memfd import Offer
 
 
 class WeightSlots:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
+from shoal.comm.transport.transport import Work
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit, move, tensor_slots
 from shoal.replica.flat_params import FlatParams
@@ -43,7 +44,6 @@ from shoal.sync.host_state import HostState
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.shared_weights import build_shared
-from shoal.transport.transport import Work
 
 
 class ShardedUpdate:

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.objects import all_gather_object, broadcast_object
-from shoal.data import AnyBatch, BatchPart
-from shoal.data.sources import Recall
 from shoal.errors import BadInput, PeerLost, RunOver
-from shoal.pytree import tensors_of
+from shoal.runtime.pytree import tensors_of
 from shoal.sync.movable_shards import MovableShards, ShardProgress, settled
+from shoal.train.data import AnyBatch, BatchPart
+from shoal.train.data.sources import Recall
 from shoal.train.job_state import JobState
 from shoal.train.step.prepare_model import check_same_model
 from shoal.train.step.step import Step

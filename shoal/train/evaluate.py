@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shoal.comm.members.elastic_sum import ElasticSum
-from shoal.data import AnyBatch
-from shoal.data.batch_checks import is_stream
-from shoal.data.rows import move_to
-from shoal.data.sampling import BatchOptions, BatchSplit, Collate, DatasetBatches
-from shoal.data.sources import draw_order
 from shoal.errors import BadInput
 from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch_context import preserve_modes
 from shoal.runtime.trace import EVALUATE, OFF, Tracer
+from shoal.train.data import AnyBatch
+from shoal.train.data.batch_checks import is_stream
+from shoal.train.data.rows import move_to
+from shoal.train.data.sampling import BatchOptions, BatchSplit, Collate, DatasetBatches
+from shoal.train.data.sources import draw_order
 from shoal.train.step.step import Step
 
 

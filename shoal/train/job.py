@@ -17,10 +17,6 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.mesh import Mesh
-from shoal.data import AnyBatch
-from shoal.data.loop_place import calling_frame, place_of_caller
-from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
-from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch_context import Precision
@@ -30,6 +26,10 @@ from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerF
 from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.callbacks import Callbacks, numbers_of
 from shoal.train.checkpoints.job import JobCheckpoints
+from shoal.train.data import AnyBatch
+from shoal.train.data.loop_place import calling_frame, place_of_caller
+from shoal.train.data.sampling import BatchOptions, BatchSplit, Collate, mix
+from shoal.train.data.stream import BatchStream
 from shoal.train.job_state import JobState
 from shoal.train.named_calls import called_by_name, no_such_name
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.data.loop_place import lines_of_caller
-from shoal.data.position import Positions
-from shoal.data.stream import BatchStream
 from shoal.errors import ShoalError
 from shoal.sync import Comeback
 from shoal.train.checkpoints import files
+from shoal.train.data.loop_place import lines_of_caller
+from shoal.train.data.position import Positions
+from shoal.train.data.stream import BatchStream
 from shoal.train.step.run_services import StepContext
 from shoal.train.step.step import Step
 from shoal.train.throughput import Throughput

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import hosts
 from benchmarks.__main__ import app
-from shoal.cli import run_app
+from shoal.commands.cli import run_app
 from shoal.errors import BadInput
 from tests import forked
 

@@ -14,9 +14,9 @@ from benchmarks.validation.compare import PricedTable, RunsAs, validate
 from benchmarks.validation.fit import BOUNDS, constants_of, fit, with_constants
 from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
 from benchmarks.validation.sources import leave_sources_out, quantiles, ranges_of, source_rows
-from shoal.cli import run_app
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
+from shoal.commands.cli import run_app
 from shoal.errors import BadInput
 from shoal.plan.workloads.transformer_block import TransformerSizes
 

@@ -8,10 +8,10 @@ from collections import Counter
 import torch
 
 import shoal
-from shoal.calibration.device import machine_of
-from shoal.calibration.kernels import BYTES, SHAPES, KernelBench
-from shoal.calibration.worker import measure
 from shoal.cluster.toml_file import cluster_text, parse_cluster
+from shoal.observe.calibration.device import machine_of
+from shoal.observe.calibration.kernels import BYTES, SHAPES, KernelBench
+from shoal.observe.calibration.worker import measure
 
 
 def bench(ends_s: float) -> KernelBench:

@@ -22,12 +22,12 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ShoalError
-from shoal.protocol import Channel, FrameKind, Header, Hello, Refused, encode, pack
-from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.endpoint import PLAIN, connect
-from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.secret import fresh_nonce
+from shoal.server.protocol import Channel, FrameKind, Header, Hello, Refused, encode, pack
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.endpoint import PLAIN, connect
+from shoal.server.protocol.handshake import authenticate
 from tests.chaos import read_numbers
 from tests.server.attacked import (
     DESCRIPTORS,

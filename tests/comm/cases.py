@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group, Op
-from shoal.transport.transport import Transport
+from shoal.comm.transport.transport import Transport
 
 DTYPES = {
     name: getattr(torch, name)

@@ -22,9 +22,9 @@ from shoal.comm.call import Call, PeerMessage
 from shoal.comm.executor import Executor
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
+from shoal.comm.transport.transport import SubsetTransport, Transport, Work
 from shoal.comm.work_queue import WorkQueue
 from shoal.schedules.collectives.cost import Link
-from shoal.transport.transport import SubsetTransport, Transport, Work
 from tests.cores import one_core
 from tests.seeds import begin_rank
 

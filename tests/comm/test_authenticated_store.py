@@ -27,10 +27,10 @@ from shoal.comm.store.authenticated import (
     own_generation,
 )
 from shoal.comm.store.client import GuardedStore
+from shoal.comm.transport.shm.segment import is_built
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
-from shoal.transport.shm.segment import is_built
 from tests.comm.test_frameworks import TORCHRUN, run
 from tests.comm.threads import on_ranks
 from tests.comm.torch_ranks import forked_ranks

@@ -19,12 +19,12 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.tracing import Traced
+from shoal.comm.transport.shm.segment import is_built
+from shoal.comm.transport.tcp.transport import is_built as is_tcp_built
+from shoal.comm.transport.transport import TorchTransport, Transport
 from shoal.errors import PeerLost
 from shoal.runtime.trace import Recorder, SentBytes
 from shoal.schedules.collectives.cost import Link
-from shoal.transport.shm.segment import is_built
-from shoal.transport.tcp.transport import is_built as is_tcp_built
-from shoal.transport.transport import TorchTransport, Transport
 from tests.comm.conformance import CASES, Case, Findings, check
 from tests.comm.threads import on_hosts, on_shm_threads, on_tcp, on_threads
 from tests.comm.torch_ranks import forked_ranks

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.transport.shm.segment import is_built
+from shoal.comm.transport.shm.segment import is_built
 from tests.models.zoo import import_torchvision
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")

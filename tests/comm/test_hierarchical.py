@@ -14,14 +14,14 @@ from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.scheduled import AlgorithmSelector, Ordered, for_subset
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork, in_ring_order
+from shoal.comm.transport.shm.messages import ANY_SOURCE
+from shoal.comm.transport.tcp.transport import TcpTransport, is_built
 from shoal.commands.run import with_cluster
 from shoal.errors import BadInput, PeerLost
-from shoal.lab.design import LabDesign
+from shoal.launch.lab.design import LabDesign
 from shoal.runtime.config import RunConfig
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.proof import prove
-from shoal.transport.shm.messages import ANY_SOURCE
-from shoal.transport.tcp.transport import TcpTransport, is_built
 from tests.comm.threads import Table, on_hosts, on_ranks, on_tcp
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")

@@ -17,12 +17,12 @@ from shoal.comm.executors import nccl_watch
 from shoal.comm.executors.nccl import GpuWork, NcclCalls
 from shoal.comm.executors.nccl_watch import NcclWatch
 from shoal.comm.group import Group
+from shoal.comm.transport.shm.segment import is_built
 from shoal.errors import PeerLost
 from shoal.runtime import clock
-from shoal.transport.shm.segment import is_built
 from tests.comm.test_shared_memory_processes import on_shm_processes
 from tests.comm.threads import memory_of, on_shm_threads
-from tests.coordinator.helpers import until
+from tests.server.coordinator.helpers import until
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 

@@ -13,6 +13,7 @@ from benchmarks.thread_transport import Mailboxes, ThreadTransport
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
+from shoal.comm.transport.transport import Work
 from shoal.errors import BadInput, PeerLost
 from shoal.observe.time_shares import time_shares
 from shoal.runtime.trace import Recorder, SentBytes
@@ -20,7 +21,6 @@ from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.proof import ProofFailed
-from shoal.transport.transport import Work
 from tests.comm.cases import call, cases, check, group_for
 from tests.comm.threads import on_hosts, on_shm_threads, on_threads
 from tests.conftest import World, run_world

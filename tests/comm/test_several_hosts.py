@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.transport.tcp.transport import is_built
+from shoal.comm.transport.tcp.transport import is_built
 from tests.cluster import Cluster, Ended, finish, free_port
 from tests.namespaces import two_hosts, why_not
 

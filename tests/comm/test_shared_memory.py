@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from shoal.comm.executors.shared_memory import LightWork
 from shoal.comm.group import Group, Op
+from shoal.comm.transport.shm.messages import ShmTransport
+from shoal.comm.transport.shm.segment import is_built
 from shoal.comm.work_queue import WorkQueue
 from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.schedules.collectives.catalog import algorithms, kinds
-from shoal.transport.shm.messages import ShmTransport
-from shoal.transport.shm.segment import is_built
 from tests.comm.cases import call, cases, check
 from tests.comm.threads import memory_of, on_shm_threads
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 if is_built():
-    from shoal.transport.shm import _shm
+    from shoal.comm.transport.shm import _shm
 
 
 @pytest.mark.parametrize("kind", kinds())

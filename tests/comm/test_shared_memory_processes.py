@@ -21,11 +21,11 @@ import torch.distributed as dist
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group, Op
 from shoal.comm.select import exchange_over
+from shoal.comm.transport.shm.segment import is_built, join
+from shoal.comm.transport.transport import Work
 from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.collectives.catalog import kinds
-from shoal.transport.shm.segment import is_built, join
-from shoal.transport.transport import Work
 from tests.comm.cases import DTYPES, Case, call, check, given_to
 from tests.comm.threads import memory_of
 from tests.comm.torch_ranks import forked_ranks
@@ -208,7 +208,7 @@ def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: 
 
 
 def test_memory_of_another_group_is_refused() -> None:
-    from shoal.transport.shm import _shm
+    from shoal.comm.transport.shm import _shm
 
     fd = _shm.create(2, 4096, 8192, 1234)
     try:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
+from shoal.comm.transport.shm.segment import is_built
 from shoal.errors import PeerLost
-from shoal.transport.shm.segment import is_built
 from tests import forked
 from tests.comm.test_frameworks import data, model, numbers, sgd, train, trained_alone
 from tests.comm.torch_ranks import forked_ranks

@@ -15,11 +15,11 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork
 from shoal.comm.select import share_memory
+from shoal.comm.transport.shm.memfd import Exchange
+from shoal.comm.transport.shm.segment import join
+from shoal.comm.transport.tcp.connect import TcpSpec
+from shoal.comm.transport.tcp.transport import TcpEngine, TcpTransport
 from shoal.runtime.config import RunConfig
-from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import join
-from shoal.transport.tcp.connect import TcpSpec
-from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 from tests.cores import one_core
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shoal.cli import main
+from shoal.commands.cli import main
 from tests import forked
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from shoal.commands.keys import HostNames
 from shoal.errors import BadInput
-from shoal.protocol.endpoint import connect
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
+from shoal.server.protocol.endpoint import connect
 from tests.commands.terminal import shoal
 from tests.server.helpers import SECRET, client_of, fill
 

@@ -98,6 +98,6 @@ def test_times_may_have_a_unit() -> None:
 
 
 def test_the_command_line_does_not_import_torch() -> None:
-    code = "import sys; from shoal.cli import COMMANDS, build_app; build_app(COMMANDS)"
+    code = "import sys; from shoal.commands.cli import COMMANDS, build_app; build_app(COMMANDS)"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

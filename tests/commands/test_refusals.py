@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from shoal import __main__
-from shoal.calibration.measure import check_seconds
 from shoal.commands import plan
 from shoal.commands.launching import WorkersOptions
 from shoal.errors import BadInput
 from shoal.launch.here.running import RunFacts, enter_run, find_run
+from shoal.observe.calibration.measure import check_seconds
 from shoal.runtime.run_dir import new_run_dir
 from tests import scripts
 from tests.commands.terminal import shoal
@@ -242,7 +242,7 @@ class InterruptedLoading(ModuleType):
         raise KeyboardInterrupt if name in ("main", "app") else AttributeError(name)
 
 
-@pytest.mark.parametrize("module", ["shoal.cli", "shoal.commands.keys"])
+@pytest.mark.parametrize("module", ["shoal.commands.cli", "shoal.commands.keys"])
 def test_ctrl_c_while_modules_are_loaded_is_one_line_too(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

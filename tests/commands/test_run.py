@@ -120,7 +120,7 @@ def test_what_cannot_run_is_refused_without_loading_torch_or_what_planners_need(
 ) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     code = "import sys; sys.modules.update(dict.fromkeys(['torch', 'numpy', 'networkx']))"
-    code += "; from shoal.cli import main; main()"
+    code += "; from shoal.commands.cli import main; main()"
     command = [sys.executable, "-c", code, *words.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from shoal.cli import build_app
+from shoal.commands.cli import build_app
 from tests import scripts
 from tests.commands.terminal import shoal
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli import main
 from shoal.commands import submit_request as request_module
+from shoal.commands.cli import main
 from shoal.commands.submit_kubernetes import manifest
 from shoal.commands.submit_request import SubmitRequest, name_of, read_variables
 from shoal.commands.submit_slurm import slurm_script

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from shoal.cli import COMMANDS, build_app
+from shoal.commands.cli import COMMANDS, build_app
 from shoal.strategy.strategy import parse
 from tests.docs import pages
 from tests.docs.pages import Block, blocks, lines
@@ -51,8 +51,8 @@ if ALONE:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=port)
 """
 COORDINATOR = """
-import shoal.coordinator.client as client
-from tests.coordinator.helpers import LocalCoordinator
+import shoal.server.coordinator.client as client
+from tests.server.coordinator.helpers import LocalCoordinator
 value = b"0"
 local = LocalCoordinator()
 local.put_if("chain/0", value, 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.examples import clicks
+from shoal.commands.examples import clicks
 from tests.examples.test_digits import make_job
 
 SHORT = clicks.read_options(["--samples", "2000", "--rows", "4000", "--dim", "4"])

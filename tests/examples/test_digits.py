@@ -10,7 +10,7 @@ import torch
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.examples import clicks, digits
+from shoal.commands.examples import clicks, digits
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.examples.digits import read_options
-from shoal.examples.options import resume
+from shoal.commands.examples.digits import read_options
+from shoal.commands.examples.options import resume
 from tests.jobs import job_of
 
 

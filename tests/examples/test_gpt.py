@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.commands.examples import gpt
+from shoal.commands.examples.gpt import GPT, SIZES, Size, warm_up_then_cosine
 from shoal.errors import BadInput
-from shoal.examples import gpt
-from shoal.examples.gpt import GPT, SIZES, Size, warm_up_then_cosine
 from shoal.train.checkpoints.files import read_manifest
 from tests.examples.test_digits import make_job
 

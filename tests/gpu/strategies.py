@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_ranks import gpu_group
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.examples.gpt import GPT, Size
+from shoal.commands.examples.gpt import GPT, Size
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.models import samples

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.transport.shm.segment import is_built
+from shoal.comm.transport.shm.segment import is_built
 from tests.devices import NUM_GPUS
 from tests.gpu.backend_worker import CASES, SIZE
 from tests.processes import findings

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.coordinator.helpers import until
 from tests.launch.ray_nodes import RayNodes
+from tests.server.coordinator.helpers import until
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'shoal[ray]'"

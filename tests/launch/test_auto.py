@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.rank import auto
 from shoal.runtime.config import RunConfig
+from shoal.worker import auto
 from tests.plan.test_search import MODEL, cluster, found
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.rank import environment
-from shoal.launch.rank.environment import Placement, first_host, refuse_ranks, tasks_on_node
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
+from shoal.worker import environment
+from shoal.worker.environment import Placement, first_host, refuse_ranks, tasks_on_node
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",

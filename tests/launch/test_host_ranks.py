@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.rank.environment import Placement
-from shoal.launch.rank.rendezvous import RankHost, ask_hosts, meet, place
 from shoal.runtime.config import RunConfig
+from shoal.worker.environment import Placement
+from shoal.worker.rendezvous import RankHost, ask_hosts, meet, place
 
 HOSTS = {name: name * 32 for name in "abc"}
 

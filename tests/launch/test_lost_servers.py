@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from shoal.commands.launching import WorkersOptions
-from shoal.coordinator import Alive, forget
 from shoal.errors import ShardLost
 from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
@@ -25,11 +24,12 @@ from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
 from shoal.server.chain import ChainConfig
 from shoal.server.consistency import Rule
+from shoal.server.coordinator import Alive, forget
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.summary import summarize
-from tests.coordinator.helpers import LocalCoordinator
 from tests.launch.helpers import HOLD, Rope, Screen
 from tests.launch.test_servers import READY, WAIT_FOR_SERVERS, run_with
+from tests.server.coordinator.helpers import LocalCoordinator
 
 THREE = Replication(3, restarts=1)
 NO_COORDINATOR = {"SHOAL_COORDINATOR": "unix:/nowhere/coordinator.sock"}  # none is started

@@ -13,8 +13,8 @@ from shoal.errors import ShoalError
 from shoal.launch.here import local
 from shoal.launch.here.processes import Processes
 from shoal.launch.hosts import remote
-from shoal.launch.rank import environment, rendezvous
-from shoal.launch.rank.environment import Placement
+from shoal.worker import environment, rendezvous
+from shoal.worker.environment import Placement
 from tests.launch.helpers import DIE_WITH_LAUNCHER, ROOT, free_port
 
 RANK = """

@@ -132,7 +132,7 @@ def test_a_script_that_sets_variables_or_has_no_use_for_torch_is_spawned(
 @pytest.mark.parametrize(
     ("command", "is_used"),
     [
-        (["-m", "shoal.examples.digits"], True),
+        (["-m", "shoal.commands.examples.digits"], True),
         (["-m", "shoal.commands"], False),
         (["-m", "nothing.of.that.name"], False),
         (["nothing.py"], False),

@@ -12,7 +12,6 @@ import pytest
 from shoal.errors import BadInput
 from shoal.launch.here.running import entries, stop_run
 from shoal.runtime.config import RunConfig
-from tests.coordinator.helpers import until
 from tests.launch.ray_nodes import RayNodes
 from tests.launch.ray_runs import (
     SCRIPT,
@@ -23,6 +22,7 @@ from tests.launch.ray_runs import (
     nothing_is_left,
     start,
 )
+from tests.server.coordinator.helpers import until
 
 pytestmark = [needs_ray, pytest.mark.whole]
 STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.rank.environment import Placement
-from shoal.launch.rank.rendezvous import open_rendezvous
+from shoal.worker.environment import Placement
+from shoal.worker.rendezvous import open_rendezvous
 
 
 def ranks(directory: Path, size: int = 2) -> list[Placement]:

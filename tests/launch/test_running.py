@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import main
+from shoal.commands.cli import main
 from shoal.commands.launching import ENGINES
 from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec, enter

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput, NotBuilt, StrategyError
 from shoal.observe.capture import grouped_mm, switch_off_dropout
-from shoal.pytree import map_tensors
+from shoal.runtime.pytree import map_tensors
 from tests.conftest import run_world
 from tests.models.catalog import CATALOG
 from tests.models.zoo import Entry

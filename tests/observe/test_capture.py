@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.executors.solo import solo_group
-from shoal.examples import clicks
+from shoal.commands.examples import clicks
 from shoal.observe.capture import (
     has_ragged_targets,
     ignored_targets,

@@ -18,7 +18,6 @@ from shoal import Embedding
 from shoal.cluster.presets import load_cluster
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.launch.rank.auto import read_trace
 from shoal.observe.memory_estimate import (
     WorkerMemory,
     estimate_memory,
@@ -38,6 +37,7 @@ from shoal.strategy.base import Batches
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
 from shoal.train.job import Job
+from shoal.worker.auto import read_trace
 from tests.conftest import World
 from tests.jobs import CPU
 from tests.models import convnet, mlp, samples

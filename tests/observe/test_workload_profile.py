@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.launch.rank.auto import measure_profile
 from shoal.observe.workload_trace import study_workload
 from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
+from shoal.worker.auto import measure_profile
 from tests.conftest import World
 from tests.train.test_job import SGD, mlp, samples
 

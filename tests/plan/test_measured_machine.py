@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.predict import PredictedRun, Verdict, median_error
 from benchmarks.spread import SpreadPredictor, at_quartile
-from shoal.calibration import measure
-from shoal.calibration.device import machine_of
-from shoal.calibration.measure import worker_counts
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.cluster.toml_file import cluster_text, parse_cluster
 from shoal.errors import BadInput
+from shoal.observe.calibration import measure
+from shoal.observe.calibration.device import machine_of
+from shoal.observe.calibration.measure import worker_counts
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import ModelProfile, profiled

@@ -9,13 +9,13 @@ import pytest
 import shoal
 from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
+from shoal.commands.planning import FoundPlan
 from shoal.errors import BadInput
 from shoal.plan.explain import does_not_fit
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
 from shoal.plan.workloads import parameters_of
 from shoal.plan.workloads.model_presets import named_workload
-from shoal.planning import FoundPlan
 
 H200 = load_cluster("h200")
 SMALL, LARGE = "gpt-2", "gpt-2-large"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
+from shoal.commands.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.observe.workload_trace import tp_roles
 from shoal.plan.tracing.module import trace_module, workload_of
 from shoal.plan.workloads import Kernel, LayerCost, Precision, Split

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.commands.examples.gpt import GPT, Size, next_token_loss
 from shoal.errors import BadInput
-from shoal.examples.gpt import GPT, Size, next_token_loss
-from shoal.pytree import tensors_of
 from shoal.replica.context.rules import sequence_context
 from shoal.replica.context.sequence_shard import SequenceShard, in_full
+from shoal.runtime.pytree import tensors_of
 from shoal.runtime.trace import SentBytes
 from shoal.train.job import Job
 from tests.conftest import World

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shoal.commands.examples.gpt import GPT, Size
 from shoal.errors import BadInput, ShoalError
-from shoal.examples.gpt import GPT, Size
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
 from shoal.schedules.buffer_layout import ALIGN_BYTES

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.pytree import tensors_of
 from shoal.replica.pipeline.replay_split import find_units
 from shoal.replica.pipeline.stages import Stages
+from shoal.runtime.pytree import tensors_of
 from tests.conftest import World
 from tests.models import samples
 from tests.scripts import shoal

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.commands.examples.gpt import GPT, Block, Size
 from shoal.errors import BadInput
-from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.pipeline.balance import balanced_split
 from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.stages import Stages

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.comm.transport.shm import memfd
+from shoal.comm.transport.tcp.connect import require_open_files
 from shoal.errors import BadInput
 from shoal.launch.losses.failures import ProcessFailure, launch_error
 from shoal.runtime import memory_limit
@@ -18,8 +20,6 @@ from shoal.runtime.memory_limit import (
     server_threads,
     threads_of,
 )
-from shoal.transport.shm import memfd
-from shoal.transport.tcp.connect import require_open_files
 
 GB = 1 << 30
 TWO = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from shoal.comm.group import Group
+from shoal.comm.transport.shm.segment import is_built
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.waits import LongWait, Watcher, add_source, process_in_words, waiting
-from shoal.transport.shm.segment import is_built
 from tests.comm.threads import on_shm_threads
 
 AT_ONCE = WaitConfig(notice_s=1e-9, repeat_s=1e-9)

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, Header, pack
 from shoal.runtime.config import RunConfig, ServerConfig, TlsConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.protocol import FrameKind, Header, pack
 from shoal.sync.ps.plan import ServedOptions, specs_of
-from tests.coordinator.helpers import until
 from tests.processes import resident_mb
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import SECRET, fill, flat_of, weights
 
 DESCRIPTORS = 256  # of a server process: fewer than a flood has connections

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.protocol.endpoint import PLAIN
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.secret import new_secret
@@ -19,6 +18,7 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.process.server import Server
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.sync.ps.plan import ServedOptions, specs_of
 from tests.folders import socket_folder
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.embedding.spec import TableSpec
 from shoal.errors import PeerLost, ShoalError
-from shoal.protocol import FrameKind, Header, Refused, encode, pack
 from shoal.server.client import link as link_module
 from shoal.server.client.client import Client
 from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
+from shoal.server.embedding.spec import TableSpec
 from shoal.server.messages import RowBatch
 from shoal.server.process import peer
 from shoal.server.process.server import Server
+from shoal.server.protocol import FrameKind, Header, Refused, encode, pack
 from shoal.server.rows.client import ServerStore, ServerTable
 from tests.server.helpers import client_of, servers
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.acceptor import MAX_UNAUTHENTICATED, Strangers
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import until
+from shoal.server.protocol.endpoint import PLAIN
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import SECRET, client_of, fill, weights
 from tests.server.test_tls import certificate, needs_openssl
 
@@ -78,7 +78,7 @@ def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None
 
 
 def test_a_hello_that_comes_byte_by_byte_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.protocol.handshake.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("shoal.server.protocol.handshake.HANDSHAKE_S", 0.3)
     over = threading.Event()
     with Server("tcp:127.0.0.1:0", SECRET) as server, silent(server) as sock:
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.protocol import FrameKind, Header
-from shoal.protocol.connection import Closed, Connection, TimedOut
 from shoal.server.process.peer import HANDLERS
 from shoal.server.process.server import HANDLER_MODULES
+from shoal.server.protocol import FrameKind, Header
+from shoal.server.protocol.connection import Closed, Connection, TimedOut
 
 MEET = """
 import sys, threading
 import msgspec
-from shoal.protocol import decode
+from shoal.server.protocol import decode
 
 sys.setswitchinterval(1e-6)
 

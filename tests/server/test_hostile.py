@@ -14,8 +14,15 @@ import msgspec
 import pytest
 import torch
 
-from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.protocol import (
+from shoal.comm.transport.shm import memfd
+from shoal.runtime.secret import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce, new_secret
+from shoal.server import shared_memory as segment
+from shoal.server.client.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.embedding.spec import RowOptimizer, TableSpec
+from shoal.server.messages import Commit, Pull
+from shoal.server.process.server import Server
+from shoal.server.protocol import (
     HEADER_BYTES,
     Challenge,
     Channel,
@@ -28,21 +35,14 @@ from shoal.protocol import (
     unpack,
     verify,
 )
-from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import connect
-from shoal.protocol.handshake import AuthenticationError, authenticate, claim_of
-from shoal.protocol.service import MAX_REASONS
-from shoal.runtime.secret import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce, new_secret
-from shoal.server import shared_memory as segment
-from shoal.server.client.client import Client
-from shoal.server.consistency import Rule
-from shoal.server.messages import Commit, Pull
-from shoal.server.process.server import Server
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import connect
+from shoal.server.protocol.handshake import AuthenticationError, authenticate, claim_of
+from shoal.server.protocol.service import MAX_REASONS
 from shoal.server.rows.client import ServerStore
-from shoal.transport.shm import memfd
-from tests.coordinator.helpers import until
 from tests.processes import resident_mb
 from tests.products import few_or_all
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.embedding.hashing import Ids
-from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.embedding.table import RowTable
-from shoal.protocol import Refused
+from shoal.comm.transport.shm import memfd
+from shoal.server.embedding.hashing import Ids
+from shoal.server.embedding.spec import RowOptimizer, TableSpec
+from shoal.server.embedding.table import RowTable
 from shoal.server.model.hot_table import HotTable
+from shoal.server.protocol import Refused
 from shoal.server.rows.client import RowCache
 from shoal.server.rows.memory import RowMemories, attach
 from shoal.server.rows.requests import hottest_rows
-from shoal.transport.shm import memfd
-from tests.embedding.in_numpy import fill, spread
+from tests.server.embedding.in_numpy import fill, spread
 
 SGD = RowOptimizer("sgd", 1.0)
 SPEC = TableSpec("t", 40, 2, "zeros", optimizer=SGD, placement="range", hot_share=0.1)

@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.protocol import FrameKind, Refused, decode, encode
-from shoal.protocol.connection import Connection
 from shoal.server.consistency import Rule
+from shoal.server.embedding.spec import RowOptimizer, TableSpec
 from shoal.server.messages import (
     Commit,
     LogEntry,
@@ -34,6 +32,8 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import RowPush
 from shoal.server.model.snapshot import StateTensors, saved_state
 from shoal.server.process.log_stream import Followers
+from shoal.server.protocol import FrameKind, Refused, decode, encode
+from shoal.server.protocol.connection import Connection
 from tests.server.test_consistency import rules
 
 SIZE = 12

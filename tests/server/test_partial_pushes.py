@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.protocol import ErrorReply, FrameKind, decode, encode
-from shoal.protocol.connection import Closed
-from shoal.protocol.endpoint import PLAIN
 from shoal.server.client.client import Client
 from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit, Stats
+from shoal.server.protocol import ErrorReply, FrameKind, decode, encode
+from shoal.server.protocol.connection import Closed
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.shared_memory import bytes_of
-from tests.coordinator.helpers import until
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import MODEL, client_of, fill, servers, weights
 from tests.server.replicas.world import world
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
-from shoal.protocol.connection import Closed
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.waits import Watcher
 from shoal.server.client.link import ServerLink
 from shoal.server.consistency import Rule
+from shoal.server.protocol.connection import Closed
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World

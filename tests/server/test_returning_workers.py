@@ -14,7 +14,7 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Commit, LogEntry
 from shoal.server.model.served_model import ServedModel
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import until
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import MODEL, client_of, fill, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)

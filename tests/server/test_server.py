@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.comm.transport import cuda_ipc
 from shoal.errors import PeerLost, RunOver, ShoalError
-from shoal.protocol import FrameKind
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
@@ -25,8 +25,8 @@ from shoal.server.client.discovery import all_gather_text
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit, DeviceAsked
 from shoal.server.process import model_host
+from shoal.server.protocol import FrameKind
 from shoal.sync.ps.plan import ServedOptions, specs_of
-from shoal.transport import cuda_ipc
 from tests.conftest import World
 from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
 from tests.server.replicas.world import push_one_hot, world

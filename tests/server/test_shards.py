@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.protocol import Refused
 from shoal.server.consistency import Rule
 from shoal.server.messages import ParameterSlice, ShardState, StateTensor
 from shoal.server.model.named_optimizer import NamedOptimizer, step_without_hooks
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.model.shard import Shard
 from shoal.server.model.shard_state import check_state
+from shoal.server.protocol import Refused
 from shoal.sync.ps.plan import ServedOptions, specs_of
 from tests.server.helpers import flat_of
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, ShoalError
-from shoal.protocol import FrameKind, Header
-from shoal.protocol.endpoint import PLAIN, Listener, connect
-from shoal.protocol.handshake import AuthenticationError, authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
+from shoal.server.protocol import FrameKind, Header
+from shoal.server.protocol.endpoint import PLAIN, Listener, connect
+from shoal.server.protocol.handshake import AuthenticationError, authenticate
 from tests.server.helpers import SECRET, client_of, fill, weights
 
 needs_openssl = pytest.mark.skipif(
@@ -70,7 +70,7 @@ def test_a_certificate_of_another_authority_is_refused(tls: TlsConfig, tmp_path:
 
 
 def test_a_worker_without_tls_is_refused(tls: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.protocol.service.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("shoal.server.protocol.service.HANDSHAKE_S", 0.3)
     monkeypatch.setattr("shoal.server.client.route.START_TIMEOUT_S", 1.0)
     with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server:
         with pytest.raises(ShoalError, match="connecting to server 0"):
@@ -80,7 +80,7 @@ def test_a_worker_without_tls_is_refused(tls: TlsConfig, monkeypatch: pytest.Mon
 
 
 def test_a_server_without_tls_is_refused(tls: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.protocol.service.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("shoal.server.protocol.service.HANDSHAKE_S", 0.3)
     refused = pytest.raises(BadInput, match="does not speak TLS")
     with Server("tcp:127.0.0.1:0", SECRET) as server, refused:
         client_of([server], 0, Rule(1), tls=tls)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.compress import BLOCK
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.compress import BLOCK
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.compression import PushCompression
+from shoal.server.protocol import FrameKind
 from shoal.server.shared_memory import bytes_of
 from shoal.strategy.strategy import parse
 from shoal.sync.compressed_sum import ShardedSum, make_compressed_sum

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.commands.examples import digits
 from shoal.errors import BadInput
-from shoal.examples import digits
 from shoal.runtime.trace import MIX, Recorder
 from shoal.schedules.mixing import mixing_for
 from shoal.strategy.strategy import parse

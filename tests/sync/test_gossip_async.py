@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.comm.transport.shm.rank_memory import RankMemory
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from shoal.transport.shm.rank_memory import RankMemory
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.scripts import shoal

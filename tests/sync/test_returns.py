@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from shoal.comm.group import Group
+from shoal.comm.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from shoal.errors import PeerLost, RunOver
 from shoal.launch.here.watches import kept_memory
 from shoal.runtime.run_dir import RunDir, read
 from shoal.sync.lasting import KeptStatistics
 from shoal.train.job import Job
-from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from tests.conftest import World
 from tests.elastic import Killed
 from tests.returning import PER_EPOCH, STEPS, Run, Style, numbered

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from shoal.comm.call import Call, PeerMessage
 from shoal.comm.executor import Executor
+from shoal.comm.transport.transport import DoneWork, Work
 from shoal.errors import Desync
 from shoal.runtime.files import write_atomically
 from shoal.runtime.waits import until, waiting
-from shoal.transport.transport import DoneWork, Work
 
 
 class Deferred(Executor):

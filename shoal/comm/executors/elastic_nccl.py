@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import Store, _abort_process_group, _wor
 from shoal.comm.executor import Executor
 from shoal.comm.executors.nccl import Nccl, NcclCalls
 from shoal.comm.executors.nccl_watch import NcclWatch
+from shoal.comm.transport.transport import as_shoal_error
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.config import no_watchdog
 from shoal.runtime.wording import say
-from shoal.transport.transport import as_shoal_error
 
 _ABORT_S = 20.0
 _FORMING = "connecting the ranks of NCCL"

@@ -25,9 +25,9 @@ from shoal.comm.call import Call, Operand, PeerMessage
 from shoal.comm.executor import Executor
 from shoal.comm.executors.torch import Started, Torch
 from shoal.comm.staging import FlatTensor
+from shoal.comm.transport.transport import TorchWork, Work, Works
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime import clock
-from shoal.transport.transport import TorchWork, Work, Works
 
 
 class UnfinishedCall(NamedTuple):

@@ -23,11 +23,11 @@ import torch
 
 from shoal.comm.executor import Executor
 from shoal.comm.executors.nccl import NcclCalls
+from shoal.comm.transport.shm.segment import Segment
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime import clock
 from shoal.runtime.waits import LongWait, Periodic, add_source
 from shoal.runtime.wording import listed
-from shoal.transport.shm.segment import Segment
 
 _PERIOD_S = 0.5
 _LOOKS = 3  # for a rank that was killed, where one has left

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shoal.comm.call import Call, Op, Operand, divide, fill_identity, num_bytes
 from shoal.comm.staging import FlatTensor, share_storage
+from shoal.comm.transport.transport import ReducingTransport, Transport, Work
 from shoal.errors import PeerLost
 from shoal.schedules.collectives import Collective
-from shoal.transport.transport import ReducingTransport, Transport, Work
 
 
 class SlotBuffers:

@@ -22,6 +22,7 @@ from shoal.comm.executors.schedule_interpreter import (
     compile_for,
 )
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
+from shoal.comm.transport.transport import PendingWork, SubsetTransport, Transport, Work
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
 from shoal.schedules.collectives import SEGMENT_BYTES, Collective, in_order, rooted_at, segments_for
@@ -30,7 +31,6 @@ from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.user import is_user_function
-from shoal.transport.transport import PendingWork, SubsetTransport, Transport, Work
 
 
 class ForRanks(NamedTuple):

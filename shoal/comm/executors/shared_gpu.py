@@ -19,8 +19,8 @@ from torch import Tensor
 from shoal.comm.call import Call, Op, divide
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
+from shoal.comm.transport import cuda_ipc
 from shoal.errors import Desync
-from shoal.transport import cuda_ipc
 
 if TYPE_CHECKING:
     from shoal.comm.executors.shared_memory import SharedMemory

@@ -30,18 +30,18 @@ from shoal.comm.executor import Executor, Shortcut
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.comm.staging import check_counts, counts_row, counts_table, on_host, share_storage
+from shoal.comm.transport.shm.messages import ShmTransport, ShmWork
+from shoal.comm.transport.shm.segment import Segment, is_built, join
+from shoal.comm.transport.transport import Work
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.trace import SentBytes
-from shoal.transport.shm.messages import ShmTransport, ShmWork
-from shoal.transport.shm.segment import Segment, is_built, join
-from shoal.transport.transport import Work
 
 if TYPE_CHECKING:
     from shoal.comm.executors.shared_gpu import SharedGpu
 
 if is_built():
-    from shoal.transport.shm import _shm
+    from shoal.comm.transport.shm import _shm
 
 # kind, address in, address out, count, type, operator, root
 NativeArguments = tuple[int, int, int, int, int, int, int]

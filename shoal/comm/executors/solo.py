@@ -10,8 +10,8 @@ from shoal.comm.call import Call, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
 from shoal.comm.staging import FlatTensor, check_counts, counts_row
+from shoal.comm.transport.transport import DoneWork, Work
 from shoal.errors import BadInput
-from shoal.transport.transport import DoneWork, Work
 
 
 class Solo(Executor):

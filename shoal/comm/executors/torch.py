@@ -13,8 +13,8 @@ from torch import Tensor
 from shoal.comm.call import TORCH_OPS, Call, Op, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
+from shoal.comm.transport.transport import TorchWork, Work, as_shoal_error
 from shoal.errors import BadInput
-from shoal.transport.transport import TorchWork, Work, as_shoal_error
 
 # a torch work, and what is to be done when it has ended
 Started = tuple[Any, Callable[[], None]]

@@ -17,15 +17,15 @@ from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork, hosts_of, join_hosts, share_on_hosts
+from shoal.comm.transport.shm.memfd import Exchange
+from shoal.comm.transport.shm.segment import NOT_BUILT, is_built
 from shoal.errors import PeerLost, ShoalError
-from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import NOT_BUILT, is_built
 
 if TYPE_CHECKING:
     from shoal.comm.executors.elastic_nccl import ElasticNccl
     from shoal.comm.members.board import GroupMember
     from shoal.comm.members.membership import Generation, GroupMembership
-    from shoal.transport.tcp.transport import TcpEngine
+    from shoal.comm.transport.tcp.transport import TcpEngine
 
 
 class ElasticGroup(Group):

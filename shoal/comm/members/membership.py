@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from shoal.comm.members.board import Board, CallResults, Document, GroupMember
+from shoal.comm.transport.shm.memfd import Exchange
 from shoal.errors import PeerLost, RunOver
 from shoal.runtime.waits import until, waiting
-from shoal.transport.shm.memfd import Exchange
 
 T = TypeVar("T")
 

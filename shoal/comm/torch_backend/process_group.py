@@ -31,11 +31,11 @@ from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork
 from shoal.comm.select import share_memory
 from shoal.comm.store.authenticated import own_generation
+from shoal.comm.transport.shm.messages import ANY_SOURCE
+from shoal.comm.transport.transport import Work
 from shoal.comm.work_queue import QueuedWork
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
-from shoal.transport.shm.messages import ANY_SOURCE
-from shoal.transport.transport import Work
 
 Class = TypeVar("Class", bound=type)
 

@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from shoal.coordinator import Coordinator, Listing, forget
-from shoal.coordinator.client import open_coordinator, own_keys
-from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import ShoalError
 from shoal.launch.here.process_config import Replication
 from shoal.launch.losses.lost_servers import follow
@@ -28,8 +25,11 @@ from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name
+from shoal.server.coordinator import Coordinator, Listing, forget
+from shoal.server.coordinator.client import open_coordinator, own_keys
+from shoal.server.coordinator.etcd_gateway import is_etcd
 
-COORDINATOR_COMMAND = (sys.executable, "-m", "shoal.coordinator.main")
+COORDINATOR_COMMAND = (sys.executable, "-m", "shoal.server.coordinator.main")
 MAX_RESTARTS = 5
 _TERM_S = 5.0
 Say = Callable[[str], None]

@@ -44,7 +44,7 @@ from shoal.runtime.decoders import parse_module
 from shoal.runtime.launched_worker import refuse_plain_training, seed_launched_worker
 from shoal.runtime.lazy_dynamo import load_when_used
 
-_TORCH = ("torch.distributed", "safetensors.torch", "shoal.launch.rank.run")
+_TORCH = ("torch.distributed", "safetensors.torch", "shoal.worker.run")
 _FIRST_STEP = ("torch.fx.experimental.symbolic_shapes",)  # what the first backward imports
 _NOT_LOADED = ("shoal", "triton")  # they seed, or start processes
 _NO_SOURCE = (".pyc", ".pyz", ".zip")

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
+from shoal.comm.transport.shm.lasting_memory import keep
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Periodic, state_of
-from shoal.transport.shm.lasting_memory import keep
 
 _MEMORY_S = 0.02
 SILENT_S = 3.0

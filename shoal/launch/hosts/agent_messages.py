@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.coordinator import Listing
 from shoal.errors import BadInput
 from shoal.runtime.decoders import decode_json
+from shoal.server.coordinator import Listing
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]

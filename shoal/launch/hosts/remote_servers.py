@@ -1,7 +1,7 @@
 """Servers of a run on hosts that an engine lends, and their coordinator: started, replaced, ended.
 
     RemoteServers ── an agent for each server ──────── python -m shoal.server.main
-                  ── an agent for the coordinator ──── python -m shoal.coordinator.main
+                  ── an agent for the coordinator ──── python -m shoal.server.coordinator.main
 
 Workers start while servers load: an agent says at once where its server is going to listen. A
 server that is lost is started again where the engine says, in the background; the others, and
@@ -30,9 +30,9 @@ from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.hosts import agent_messages as messages
 from shoal.launch.hosts.machines import HostProgram, Machine, MachineProcess, Machines, ServerHosts
 from shoal.launch.losses.lost_servers import ServerPolicy
-from shoal.protocol.endpoint import require_encrypted
 from shoal.runtime.config import RunConfig
 from shoal.runtime.variable_text import LaunchedServer
+from shoal.server.protocol.endpoint import require_encrypted
 
 AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.hosts.agent")
 _END_S = TERM_S + 3.0  # an agent gives its processes TERM_S, kills them and removes its files

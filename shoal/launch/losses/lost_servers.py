@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.coordinator import Alive, Coordinator, CoordinatorError, Listing, alive_key
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, when_lost
@@ -26,6 +25,7 @@ from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import state_of
 from shoal.runtime.wording import listed
 from shoal.server.chain import ChainConfig
+from shoal.server.coordinator import Alive, Coordinator, CoordinatorError, Listing, alive_key
 
 _PAUSE_S = 0.2  # after a coordinator that has not answered
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from shoal.errors import BadInput
 from shoal.plan.tracing.recorder import Recorded, RecordedLayer, Splits, TraceRecorder
 from shoal.plan.workloads import Precision
 from shoal.plan.workloads.traced_workload import Line, TracedLayer, TracedWorkload, group_equal
-from shoal.pytree import Tree, map_tensors, tensors_of
+from shoal.runtime.pytree import Tree, map_tensors, tensors_of
 
 _MOSTLY = 0.5
 

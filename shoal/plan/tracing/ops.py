@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shoal.plan.workloads import Kernel
-from shoal.pytree import tensors_of
+from shoal.runtime.pytree import tensors_of
 
 aten = torch.ops.aten
 

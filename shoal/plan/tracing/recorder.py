@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.plan.tracing.ops import bytes_of, cost_of, grouped_shape, named_arguments
 from shoal.plan.workloads import HeldTensor
 from shoal.plan.workloads.traced_workload import Divided, Line, Phase, TracedKernel, TracedMessage
-from shoal.pytree import tensors_of
+from shoal.runtime.pytree import tensors_of
 
 
 class SavedTensors:

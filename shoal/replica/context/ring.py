@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shoal.comm.call import PeerMessage
 from shoal.comm.group import Group
+from shoal.comm.transport.transport import DoneWork, Work
 from shoal.replica.context.sequence_shard import SequenceSpec
 from shoal.schedules.ring_attention import Hop, RingAttention
-from shoal.transport.transport import DoneWork, Work
 
 TILE_ELEMENTS = 1 << 22  # of scores that exist at a time
 

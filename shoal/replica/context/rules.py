@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.pytree import map_tensors, tensors_of
 from shoal.replica.context.ring import AttentionPlan, ring_attention
 from shoal.replica.context.sequence_shard import (
     SequenceContext,
@@ -32,6 +31,7 @@ from shoal.replica.split.sharded_tensor import (
     full_tensors,
     on_itself,
 )
+from shoal.runtime.pytree import map_tensors, tensors_of
 
 # ------------------------------------------------------------------ layers and matrix products
 

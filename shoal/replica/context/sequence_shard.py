@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import Tree, is_marked, map_leaves, map_tensors, tensors_of
 from shoal.replica.engine import Stage
 from shoal.replica.microbatch_context import MicroBatch, TensorParallelRng
 from shoal.replica.split.mapping import ShardSpec, mapped
@@ -35,6 +34,7 @@ from shoal.replica.split.sharded_tensor import (
     ShardedTensor,
     full_tensors,
 )
+from shoal.runtime.pytree import Tree, is_marked, map_leaves, map_tensors, tensors_of
 from shoal.schedules.pipelines import Action
 
 

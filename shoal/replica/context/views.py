@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.pytree import map_tensors
 from shoal.replica.context.sequence_shard import SequenceShard, of_sequence
 from shoal.replica.split.mapping import sum_over_ranks
 from shoal.replica.split.sharded_tensor import Rule, ShardedCall, map_results, reshaped
+from shoal.runtime.pytree import map_tensors
 
 
 def _reshape(op: ShardedCall, x: SequenceShard) -> Any:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement, exchange
 from shoal.replica.expert.mixtures import ListedMixture, StackedMixture, mixtures_of
 from shoal.replica.microbatch_context import fork_rng
 from shoal.replica.split.attributes import attributes_kept
 from shoal.replica.split.sharded_tensor import NotAligned, full_tensors
+from shoal.runtime.pytree import Tree, map_tensors, tensors_of
 
 
 class _Call(NamedTuple):

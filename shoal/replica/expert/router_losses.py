@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import map_tensors
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.split.mapping import gather_rows
+from shoal.runtime.pytree import map_tensors
 
 _NAME = "load_balancing_loss_func"
 _MASK = "attention_mask"

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.objects import PytreeChannel
-from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.expert.dispatch import ExpertPlacement
 from shoal.replica.expert.forwards import ListedExperts, spread_batched, spread_stacked
@@ -23,6 +22,7 @@ from shoal.replica.expert.mixtures import Mixture, StackedMixture
 from shoal.replica.pipeline.stages import replace_by_shape
 from shoal.replica.split.attributes import copy_structure
 from shoal.replica.split.mapping import ShardSpec, SlicedTensors, even_ranges
+from shoal.runtime.pytree import Tree
 
 Named = list[tuple[str, nn.Parameter]]
 _GATHER_TAG = 0

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.transport.transport import Work
 from shoal.replica.deferred_init import full_name
 from shoal.replica.expert.mixtures import ListedMixture, mixtures_of
 from shoal.replica.tensor.linear import is_transformers
 from shoal.schedules.buffer_layout import aligned_bytes
-from shoal.transport.transport import Work
 
 if TYPE_CHECKING:
     from shoal.replica.fsdp.sharded_params import ShardedParams

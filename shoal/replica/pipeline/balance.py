@@ -14,8 +14,8 @@ from torch import nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors
 from shoal.replica.microbatch_context import call_model, fork_rng, preserve_modes
+from shoal.runtime.pytree import Tree, map_tensors
 from shoal.runtime.wording import counted
 from shoal.strategy.split_terms import Pp
 

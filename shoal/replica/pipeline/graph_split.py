@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.errors import BadInput
-from shoal.pytree import Tree
 from shoal.replica.deferred_init import full_name, is_in, tensor_slots
 from shoal.replica.microbatch_context import preserve_modes
 from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
 from shoal.replica.pipeline.faithful_trace import Untraceable, arguments_of, traced
 from shoal.replica.split.attributes import Slot, hidden, refusal
+from shoal.runtime.pytree import Tree
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.errors import BadInput
-from shoal.pytree import Tree, tensors_of
 from shoal.replica.compiled import Compiler
 from shoal.replica.deferred_init import full_name, is_in, tensor_slots
 from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
@@ -31,6 +30,7 @@ from shoal.replica.pipeline.graph_split import modules_to_open, weights_of
 from shoal.replica.pipeline.replay_lineage import CallRecord
 from shoal.replica.pipeline.replay_segment import Learned, Replay
 from shoal.runtime.decoders import parse_module
+from shoal.runtime.pytree import Tree, tensors_of
 
 _METADATA = {"dtype", "device", "shape", "size", "data"}
 

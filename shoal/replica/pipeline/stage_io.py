@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.objects import Envelope, PytreeChannel, PytreeWork
-from shoal.pytree import Tree
 from shoal.replica.compiled import Compiler
 from shoal.replica.context.sequence_shard import in_full
 from shoal.replica.engine import Stage
@@ -30,6 +29,7 @@ from shoal.replica.microbatch_context import (
     set_generators,
 )
 from shoal.replica.pipeline.stages import Stages
+from shoal.runtime.pytree import Tree
 from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline, virtual_index
 from shoal.schedules.pipelines.message_order import (

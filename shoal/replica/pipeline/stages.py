@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.pytree import Tree
 from shoal.replica.compiled import Compiler
 from shoal.replica.context.sequence_shard import SequenceContext, shard_inputs, unpack
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
@@ -24,6 +23,7 @@ from shoal.replica.split.attributes import Slot, hide
 from shoal.replica.split.sharded_tensor import pack
 from shoal.replica.tensor import activations
 from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.runtime.pytree import Tree
 from shoal.schedules.pipelines import locate
 
 

@@ -15,9 +15,9 @@ from torch.utils import checkpoint as checkpoints
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
-from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, TensorSlot, with_values_of_rank_0
 from shoal.replica.split.shard import ReplicaShard, TokenAxes, TokenAxis
+from shoal.runtime.pytree import Tree
 from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import Strategy
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group, group_by_number
+from shoal.comm.transport.transport import Work
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import TensorSlot
-from shoal.transport.transport import Work
 
 
 def collective(verb: str, group: Group, *tensors: Tensor) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.pytree import Tree
 from shoal.replica.accumulation import StepAccumulation
 from shoal.replica.engine import Engine, EngineOptions, Stage
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import GradBuckets
 from shoal.replica.microbatch_context import Loss, MicroBatch, ModuleCall, call_arguments
 from shoal.replica.split.mapping import SlicedTensors, apply_flat
+from shoal.runtime.pytree import Tree
 from shoal.schedules.pipelines import accumulate
 
 if TYPE_CHECKING:

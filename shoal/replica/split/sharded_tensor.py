@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.pytree import Tree, map_leaves, map_tensors, tensors_of
 from shoal.replica.microbatch_context import TensorParallelRng
 from shoal.replica.split.mapping import ShardSpec
+from shoal.runtime.pytree import Tree, map_leaves, map_tensors, tensors_of
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput, ShoalError
-from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.deferred_init import full_name
 from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.microbatch_context import (
@@ -43,6 +42,7 @@ from shoal.replica.split.comparison import Computed, gradients_of, is_close, is_
 from shoal.replica.split.sharded_tensor import full_activations
 from shoal.replica.tensor.linear import ColumnLinear, RowLinear
 from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.runtime.pytree import Tree, map_tensors, tensors_of
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]]
 _SAME = 0.99  # of the outputs: rounding may send a token to another expert

@@ -20,7 +20,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import OrderedAccumulation
 from shoal.replica.deferred_init import tensor_slots
 from shoal.replica.engine import Engine, EngineOptions
@@ -37,6 +36,7 @@ from shoal.replica.microbatch_context import (
 from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.replica.split.comparison import Computed, gradients_of, is_same, noise_of, score_of
 from shoal.replica.split.sharded_tensor import full_activations
+from shoal.runtime.pytree import Tree, map_tensors, tensors_of
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 
 if TYPE_CHECKING:

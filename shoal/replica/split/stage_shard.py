@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import Envelope, PytreeChannel, all_equal
 from shoal.errors import BadInput, NotBuilt
-from shoal.pytree import Tree
 from shoal.replica.accumulation import OrderedAccumulation, StepAccumulation
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
@@ -29,6 +28,7 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.stage_check import StageCheck, evaluating
 from shoal.replica.split.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.runtime.pytree import Tree
 from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.split_terms import Pp

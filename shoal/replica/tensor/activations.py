@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
-from shoal.pytree import Tree, is_marked, map_leaves, map_tensors
 from shoal.replica.microbatch_context import TensorParallelRng, as_autocast_does
 from shoal.replica.split.mapping import (
     ShardSpec,
@@ -41,6 +40,7 @@ from shoal.replica.split.sharded_tensor import (
     elementwise,
     reshaped,
 )
+from shoal.runtime.pytree import Tree, is_marked, map_leaves, map_tensors
 
 _MARK = "rows of a sequence"
 

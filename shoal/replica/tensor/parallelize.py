@@ -20,7 +20,6 @@ from torch.func import functional_call
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import map_tensors
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch_context import TensorParallelRng
 from shoal.replica.split.attributes import copy_structure
@@ -37,6 +36,7 @@ from shoal.replica.tensor.linear import (
     linear_like,
 )
 from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
+from shoal.runtime.pytree import map_tensors
 
 
 class TensorSplit(SlicedTensors):

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.errors import BadInput
-from shoal.pytree import tensors_of
 from shoal.replica.deferred_init import full_name, is_in
 from shoal.replica.split.attributes import attributes_kept, copy_structure
 from shoal.replica.split.mapping import ShardSpec
@@ -41,6 +40,7 @@ from shoal.replica.tensor.blocks import (
 )
 from shoal.replica.tensor.linear import LinearLike, linear_like
 from shoal.replica.tensor.roles import HeadSplit, Role, Roles, read_heads
+from shoal.runtime.pytree import tensors_of
 from shoal.strategy.split_terms import Tp
 
 _LEADING = ((2, 3), (2, 4, 4), (2, 2, 4, 4))  # (batch, time), (batch, height, width), videos

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shoal.errors import PeerLost
-from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
-from shoal.protocol.connection import Connection
 from shoal.runtime import clock
 from shoal.runtime.trace import server_name
 from shoal.server.client import route
 from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
 from shoal.server.messages import SetUp, Stats
+from shoal.server.protocol import Channel, FrameKind, Moved, Refused, decode, encode
+from shoal.server.protocol.connection import Connection
 
 FIND_HEAD_S = 10.0  # how long a shard may be without a head
 FIRST_ASK_S = 0.5  # how long a copy has to answer; twice as long in every round

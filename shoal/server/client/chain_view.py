@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.coordinator import Alive, Coordinator, CoordinatorError, alive_key
-from shoal.coordinator.client import open_coordinator
 from shoal.errors import ShoalError
-from shoal.protocol import Channel, Moved
-from shoal.protocol.connection import Connection
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import Periodic
 from shoal.server.client.route import MovedAway
+from shoal.server.coordinator import Alive, Coordinator, CoordinatorError, alive_key
+from shoal.server.coordinator.client import open_coordinator
+from shoal.server.protocol import Channel, Moved
+from shoal.server.protocol.connection import Connection
 
 if TYPE_CHECKING:
     from shoal.server.client.chain_route import ChainRoute

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.comm.transport import cuda_ipc
 from shoal.errors import RunOver
-from shoal.protocol import FrameKind, Header, decode, encode, new_incarnation
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import OFF, Tracer
@@ -44,8 +44,8 @@ from shoal.server.messages import (
 )
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
+from shoal.server.protocol import FrameKind, Header, decode, encode, new_incarnation
 from shoal.server.shared_memory import WorkerSegment, bytes_of
-from shoal.transport import cuda_ipc
 
 
 class DeviceExchange:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.comm.work_queue import QueuedWork, WorkQueue
-from shoal.embedding.hashing import Ids
-from shoal.embedding.row_copy import Rows
 from shoal.errors import PeerLost, ShoalError
-from shoal.protocol import HEADER_BYTES, Channel, FrameKind, Header, decode, unpack, verify
-from shoal.protocol.connection import Closed, Connection, pack_frame
 from shoal.runtime import clock
 from shoal.runtime.trace import OFF, Tracer
 from shoal.runtime.waits import waiting
 from shoal.server.client.route import Broken, MovedAway, Reply, Request, Route
+from shoal.server.embedding.hashing import Ids
+from shoal.server.embedding.row_copy import Rows
 from shoal.server.messages import SetUp
+from shoal.server.protocol import HEADER_BYTES, Channel, FrameKind, Header, decode, unpack, verify
+from shoal.server.protocol.connection import Closed, Connection, pack_frame
 
 CLOSE_TIMEOUT_S = 5.0
 PATIENCE = 1.5  # times the limit of the run: servers say themselves which worker they wait for
@@ -242,8 +242,8 @@ class ServerLink:
 
 
 try:
-    from shoal.protocol import _frames as _native
-    from shoal.protocol._frames import receive_rows as _receive_rows
+    from shoal.server.protocol import _frames as _native
+    from shoal.server.protocol._frames import receive_rows as _receive_rows
 except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
     _native = None  # type: ignore[assignment]
 

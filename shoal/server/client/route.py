@@ -12,14 +12,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PeerLost, RunOver, ShoalError
-from shoal.protocol import MAX_META_BYTES, Channel, ErrorReply, FrameKind, Header, Moved, decode
-from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.handshake import RECONNECT_S, dial
 from shoal.runtime import clock
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import server_name
 from shoal.runtime.waits import Backoff
 from shoal.server.messages import SetUp
+from shoal.server.protocol import (
+    MAX_META_BYTES,
+    Channel,
+    ErrorReply,
+    FrameKind,
+    Header,
+    Moved,
+    decode,
+)
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.handshake import RECONNECT_S, dial
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.coordinator.client import own_keys
-from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.files import remove_locked
@@ -26,6 +24,8 @@ from shoal.runtime.memory_limit import threads_of
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.runtime.variable_text import LaunchedServer
+from shoal.server.coordinator.client import own_keys
+from shoal.server.coordinator.etcd_gateway import is_etcd
 from shoal.server.process.server import Server
 from shoal.server.process.shard_file import ShardSaver
 from shoal.strategy.ps_term import Ps
@@ -96,7 +96,7 @@ class StartedServers:
             server=ServerConfig(),
             launcher_pid=os.getpid(),
         )
-        self._popen(None, "shoal.coordinator.main", config.to_environment())
+        self._popen(None, "shoal.server.coordinator.main", config.to_environment())
         return self._announced(None, folder.coordinator, folder.coordinator_address)
 
     # ------------------------------------------------------------------ the end

@@ -22,8 +22,6 @@ import msgspec
 import torch
 
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, Header, Refused, decode, encode
-from shoal.protocol.connection import Connection
 from shoal.runtime import clock
 from shoal.server.chain import Entry, messages, take
 from shoal.server.chain.manager import ChainManager, ReadLease
@@ -38,6 +36,8 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES
 from shoal.server.model.snapshot import ModelImage, image_of, install
 from shoal.server.process.model_host import MAX_MODELS, ModelHost
+from shoal.server.protocol import FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.connection import Connection
 from shoal.server.shared_memory import bytes_of
 
 

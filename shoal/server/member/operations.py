@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from shoal.embedding.chunks import columns_with, entry_bytes, read_columns
-from shoal.embedding.spec import TableSpec
-from shoal.protocol import Refused
-from shoal.protocol.connection import Connection
 from shoal.server import messages
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.consistency import Count
+from shoal.server.embedding.chunks import columns_with, entry_bytes, read_columns
+from shoal.server.embedding.spec import TableSpec
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import PushTensors, RowPush
 from shoal.server.model.shard_state import check_state, restore
+from shoal.server.protocol import Refused
+from shoal.server.protocol.connection import Connection
 from shoal.server.shared_memory import bytes_of
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, Header
-from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.handshake import dial
 from shoal.runtime import clock
 from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.trace import Tracer, server_name
 from shoal.server.chain.messages import ChainMessage
 from shoal.server.member.operations import encode_message
+from shoal.server.protocol import FrameKind, Header
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.handshake import dial
 
 if TYPE_CHECKING:
     from shoal.server.member.core import ChainCore

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.coordinator import Alive
-from shoal.protocol import ErrorReply, Moved
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.node import ChainConsistency
+from shoal.server.coordinator import Alive
+from shoal.server.protocol import ErrorReply, Moved
 
 
 @dataclass(frozen=True)

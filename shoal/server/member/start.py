@@ -19,7 +19,14 @@ from functools import partial
 import msgspec
 import torch
 
-from shoal.coordinator import (
+from shoal.errors import ShoalError
+from shoal.runtime import clock
+from shoal.runtime.config import TlsConfig
+from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.waits import Periodic
+from shoal.server.chain import ChainConfig
+from shoal.server.chain.manager import Fetch, Swap
+from shoal.server.coordinator import (
     Alive,
     Conflict,
     Coordinator,
@@ -28,14 +35,6 @@ from shoal.coordinator import (
     LeaseLost,
     alive_key,
 )
-from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, Header
-from shoal.runtime import clock
-from shoal.runtime.config import TlsConfig
-from shoal.runtime.decoders import msgpack_decoder
-from shoal.runtime.waits import Periodic
-from shoal.server.chain import ChainConfig
-from shoal.server.chain.manager import Fetch, Swap
 from shoal.server.member.operations import Decided, Lost, StepClosed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import AddressBook, ChainPlace, Elsewhere, own_address
@@ -45,6 +44,7 @@ from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.process.log_stream import Follower
 from shoal.server.process.model_host import ModelHost
+from shoal.server.protocol import FrameKind, Header
 
 _OF_TTL = 5  # renewals, and looks, in the time of a lease
 _MAX_REQUESTS = 8  # of one look

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.compress import PowerSgd, make_compressor
+from shoal.comm.compress import PowerSgd, make_compressor
 from shoal.errors import ShoalError
-from shoal.protocol import Refused
 from shoal.server.messages import ModelSpec
 from shoal.server.model.shard import DTYPES
+from shoal.server.protocol import Refused
 from shoal.strategy.ps_term import Ps
 
 

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.embedding import native
-from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
-from shoal.embedding.heat import Hottest, IdCounts, SpaceSaving
-from shoal.embedding.row_copy import Rows, copy_rows
-from shoal.embedding.spec import TableSpec
-from shoal.embedding.table import RowTable
-from shoal.protocol import Refused
+from shoal.server.embedding import native
+from shoal.server.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
+from shoal.server.embedding.heat import Hottest, IdCounts, SpaceSaving
+from shoal.server.embedding.row_copy import Rows, copy_rows
+from shoal.server.embedding.spec import TableSpec
+from shoal.server.embedding.table import RowTable
 from shoal.server.messages import MAX_HOT_ROWS
+from shoal.server.protocol import Refused
 
 MIN_COUNTERS = 4096
 MAX_COUNTERS = 1 << 17

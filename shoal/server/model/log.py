@@ -13,12 +13,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from shoal.protocol import Refused
 from shoal.server import messages
 from shoal.server.consistency import ImpossiblePush
 from shoal.server.model.membership import Membership
 from shoal.server.model.shard import DTYPES, clip_factor
 from shoal.server.model.state import ModelState, OpenStep, WaitingPush
+from shoal.server.protocol import Refused
 
 MAX_ENTRIES = 4096  # that are kept for followers
 MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the loss of one

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.embedding.row_copy import Rows
-from shoal.protocol import Channel, Refused, generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
+from shoal.server.embedding.row_copy import Rows
 from shoal.server.messages import Entered
 from shoal.server.model.shard import PushBuffer
+from shoal.server.protocol import Channel, Refused, generation_of
 from shoal.server.shared_memory import WorkerSegment
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model

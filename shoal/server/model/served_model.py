@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.embedding.hashing import Ids
-from shoal.protocol import Refused
 from shoal.runtime import clock
 from shoal.runtime.wording import counted
+from shoal.server.embedding.hashing import Ids
 from shoal.server.messages import (
     Ack,
     Commit,
@@ -45,6 +44,7 @@ from shoal.server.model.shard import RowPush
 from shoal.server.model.shard_state import get_state
 from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables
+from shoal.server.protocol import Refused
 from shoal.server.rows.memory import RowTarget
 from shoal.server.shared_memory import attach_weights, file_of
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.protocol import Refused
 from shoal.replica.optimizers import ratios
 from shoal.replica.ordered_sum import tree_sum
 from shoal.schedules.addition_tree import Node, full_subtrees, runs_of
 from shoal.server.messages import ModelSpec, ParameterSlice
 from shoal.server.model.named_optimizer import step_without_hooks
+from shoal.server.protocol import Refused
 
 _MAX_SPARE = 2
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.protocol import Refused
 from shoal.server.messages import ShardState, StateTensor
 from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.server.model.shard import DTYPES, NAMES, Shard
+from shoal.server.protocol import Refused
 
 _MAX_STATE_TENSORS = 16  # of an optimizer, for one parameter
 

@@ -17,9 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.embedding.spec import TableSpec
 from shoal.server import messages
 from shoal.server.consistency import Count, LedgerState
+from shoal.server.embedding.spec import TableSpec
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
 from shoal.server.model.served_model import ServedModel

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.protocol import Refused
 from shoal.runtime import clock
 from shoal.runtime.trace import OFF, Tracer
 from shoal.server import messages
 from shoal.server.consistency import Ledger
 from shoal.server.model.shard import PendingPush, PushBuffer, Shard
 from shoal.server.model.tables import Tables
+from shoal.server.protocol import Refused
 
 
 class OpenStep(NamedTuple):

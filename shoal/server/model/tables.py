@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import cursor_after
-from shoal.embedding.hashing import Ids
-from shoal.embedding.spec import TableSpec
-from shoal.embedding.table import RowTable, sum_duplicates
-from shoal.protocol import Refused
+from shoal.server.embedding.chunks import cursor_after
+from shoal.server.embedding.hashing import Ids
+from shoal.server.embedding.spec import TableSpec
+from shoal.server.embedding.table import RowTable, sum_duplicates
 from shoal.server.messages import ModelSpec, RowsPulled
 from shoal.server.model.hot_table import NO_IDS, HotTable
 from shoal.server.model.shard import PushBuffer, RowPush
+from shoal.server.protocol import Refused
 from shoal.server.rows.memory import RowTarget
 
 MAX_TABLES = 256

@@ -19,10 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError
-from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
-from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.endpoint import CONNECT_S
-from shoal.protocol.handshake import dial
 from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.place import Elsewhere
@@ -30,6 +26,10 @@ from shoal.server.messages import LogEntry, Norms, Scalar, WorkerLeft
 from shoal.server.model.log import NoFollowers
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
+from shoal.server.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.endpoint import CONNECT_S
+from shoal.server.protocol.handshake import dial
 
 _RETRY_S = 0.05
 _COPY_CONNECT_S = 2.0

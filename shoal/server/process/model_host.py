@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.errors import BadInput
-from shoal.protocol import Refused
-from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import PLAIN
 from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.faults import busy_s
@@ -29,6 +26,9 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.log_stream import Follower, Followers
 from shoal.server.process.shard_file import ShardSaver
+from shoal.server.protocol import Refused
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.rows.copies import RowCopies
 
 if TYPE_CHECKING:

@@ -14,7 +14,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
-from shoal.protocol import (
+from shoal.runtime import clock
+from shoal.server.member.operations import Operation, Payload
+from shoal.server.member.place import Elsewhere
+from shoal.server.model.membership import POLL_S, ActiveConnection, Member, ModelFailure
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.tables import TableReader
+from shoal.server.process.model_host import ModelHost
+from shoal.server.protocol import (
     MAX_META_BYTES,
     Channel,
     ErrorReply,
@@ -24,15 +31,8 @@ from shoal.protocol import (
     decode,
     encode,
 )
-from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.handshake import RECONNECT_S
-from shoal.runtime import clock
-from shoal.server.member.operations import Operation, Payload
-from shoal.server.member.place import Elsewhere
-from shoal.server.model.membership import POLL_S, ActiveConnection, Member, ModelFailure
-from shoal.server.model.served_model import ServedModel
-from shoal.server.model.tables import TableReader
-from shoal.server.process.model_host import ModelHost
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.handshake import RECONNECT_S
 from shoal.server.rows.memory import RowBuffer
 
 T = TypeVar("T")

@@ -8,14 +8,14 @@ from contextlib import suppress
 import msgspec
 import torch
 
-from shoal.protocol import FrameKind, Header, Refused, encode, generation_of
-from shoal.protocol.connection import Closed
 from shoal.server import messages
 from shoal.server.member import operations
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.model_host import check_spec
 from shoal.server.process.peer import Peer, handles
+from shoal.server.protocol import FrameKind, Header, Refused, encode, generation_of
+from shoal.server.protocol.connection import Closed
 from shoal.server.shared_memory import attach, bytes_of, offer
 
 MAX_LOST_PUSHES = 4096  # of a worker, with servers of eventual consistency

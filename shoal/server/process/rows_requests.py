@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.spec import TableSpec
-from shoal.protocol import FrameKind, Header, Refused, encode
-from shoal.protocol.connection import Connection
+from shoal.server.embedding.spec import TableSpec
 from shoal.server.member.operations import RowsSet, TableMade
 from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
 from shoal.server.model.shard import RowPush
 from shoal.server.process.peer import Peer, handles
 from shoal.server.process.requests import catch_up
+from shoal.server.protocol import FrameKind, Header, Refused, encode
+from shoal.server.protocol.connection import Connection
 from shoal.server.rows.memory import RowTarget, attach
 from shoal.server.shared_memory import bytes_of
 

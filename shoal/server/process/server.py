@@ -20,10 +20,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shoal.protocol import Header, Hello
-from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import PLAIN, remove_left_socket
-from shoal.protocol.service import JOIN_S, ConnectionService
 from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.peer_link import SILENT_COPY_S
@@ -32,6 +28,10 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.process import requests, rows_requests
 from shoal.server.process.model_host import ModelHost
 from shoal.server.process.peer import Peer
+from shoal.server.protocol import Header, Hello
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import PLAIN, remove_left_socket
+from shoal.server.protocol.service import JOIN_S, ConnectionService
 
 HANDLER_MODULES = (requests, rows_requests)  # they fill the table
 _COUNTED = ("requests", "received_bytes", "sent_bytes")

@@ -13,19 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import columns_with, cursor_after, entry_bytes, fit_chunks, read_columns
-from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
-from shoal.embedding.module import RowStore
-from shoal.embedding.row_copy import copy_rows
-from shoal.embedding.spec import TableSpec
-from shoal.protocol import FrameKind, Refused, decode, encode
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client
 from shoal.server.client.link import ServerLink
 from shoal.server.client.route import Reply, Request
+from shoal.server.embedding.chunks import (
+    columns_with,
+    cursor_after,
+    entry_bytes,
+    fit_chunks,
+    read_columns,
+)
+from shoal.server.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
+from shoal.server.embedding.module import RowStore
+from shoal.server.embedding.row_copy import copy_rows
+from shoal.server.embedding.spec import TableSpec
 from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
 from shoal.server.model.hot_table import max_hot_rows
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
+from shoal.server.protocol import FrameKind, Refused, decode, encode
 from shoal.server.rows.memory import PulledRows, RowMemories
 from shoal.server.rows.requests import RowRequests, hottest_rows, route
 from shoal.server.shared_memory import bytes_of

@@ -18,14 +18,14 @@ from contextlib import suppress
 import torch
 
 from shoal.errors import ShoalError
-from shoal.protocol import FrameKind, Header, Refused, decode, encode
-from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.handshake import dial
 from shoal.runtime import clock
 from shoal.runtime.config import TlsConfig
 from shoal.server.messages import CopiedRows
 from shoal.server.model.hot_table import NO_VERSION, RowChanges
 from shoal.server.model.served_model import ServedModel
+from shoal.server.protocol import FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.handshake import dial
 from shoal.server.shared_memory import bytes_of
 
 _CONNECT_S = 5.0

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.hashing import Ids
-from shoal.embedding.row_copy import Rows
-from shoal.protocol import Refused
+from shoal.comm.transport.shm import memfd
+from shoal.server.embedding.hashing import Ids
+from shoal.server.embedding.row_copy import Rows
 from shoal.server.messages import MAX_ROW_MEMORIES
+from shoal.server.protocol import Refused
 from shoal.server.shared_memory import map_sealed
-from shoal.transport.shm import memfd
 
 MAX_MEMORY_BYTES = 1 << 28
 _MIN_BYTES = 1 << 20

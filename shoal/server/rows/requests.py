@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.embedding import native
-from shoal.embedding.hashing import IdMap, Ids
-from shoal.embedding.row_copy import copy_rows
-from shoal.embedding.spec import TableSpec
-from shoal.protocol import FrameKind, decode, encode
 from shoal.server.client.link import PostedRequest, ServerExchange, ServerLink, begin_exchange
 from shoal.server.client.route import Request
+from shoal.server.embedding import native
+from shoal.server.embedding.hashing import IdMap, Ids
+from shoal.server.embedding.row_copy import copy_rows
+from shoal.server.embedding.spec import TableSpec
 from shoal.server.messages import RowBatch, RowsPulled
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
+from shoal.server.protocol import FrameKind, decode, encode
 from shoal.server.rows.memory import PulledRows
 from shoal.server.shared_memory import bytes_of
 

@@ -24,7 +24,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.protocol import FrameKind, decode
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import add_leaf
 from shoal.replica.split.shard import ReplicaShard
@@ -35,6 +34,7 @@ from shoal.server.client.client import Client, PullResult
 from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
+from shoal.server.protocol import FrameKind, decode
 from shoal.server.shared_memory import Tell, bytes_of
 from shoal.sync import compressed_sum, under
 from shoal.sync.optimizer_step import OptimizerStep

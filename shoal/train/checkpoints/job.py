@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.data.position import positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.launch.here.supervisor import replicas_differ
 from shoal.runtime.background_writer import BackgroundWriter
@@ -25,6 +24,7 @@ from shoal.runtime.wording import counted
 from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.checkpoints import files
 from shoal.train.checkpoints.optimizer_state import Schedulers
+from shoal.train.data.position import positions_of
 from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import OwnLoop
 from shoal.train.step.step import Step

@@ -19,10 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
-from shoal.data import AnyBatch
 from shoal.errors import BadInput
 from shoal.replica.compiled import is_optimized, uncompiled
 from shoal.replica.pipeline.split_backward import leaves_of
+from shoal.train.data import AnyBatch
 from shoal.train.own_loop.rows import LoopForwards, LoopRows
 from shoal.train.own_loop.torch_hooks import clip_for
 from shoal.train.step.alike import AlikeLosses

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.data import AnyBatch, Batch, DictBatch, batch_of
-from shoal.data.rows import take
-from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
-from shoal.pytree import map_leaves
 from shoal.replica import microbatch_context
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.forward_buffers import ForwardBuffers, tell_of_change
 from shoal.replica.microbatch_context import fork_rng, seed_generators
 from shoal.replica.split.mapping import gather_rows, in_torch_func
 from shoal.replica.split.shard import ReplicaShard
+from shoal.runtime.pytree import map_leaves
+from shoal.train.data import AnyBatch, Batch, DictBatch, batch_of
+from shoal.train.data.rows import take
+from shoal.train.data.sampling import BatchSplit, FullDatasetBatch, mix
 
 if TYPE_CHECKING:
     from shoal.train.own_loop.part import LoopPart

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
+from shoal.server.embedding.module import Embedding
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.split_terms import Tp
 from shoal.train.own_loop.optimizer import PartOptimizers, params_of

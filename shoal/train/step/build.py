@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
-from shoal.pytree import Tree
 from shoal.replica.batchnorm import running_statistics
 from shoal.replica.compiled import Compiler, uncompiled
 from shoal.replica.engine import EngineOptions
@@ -22,6 +21,7 @@ from shoal.replica.flat_params import real_view
 from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.optimizers import LooksAt, looks_at, refuse
 from shoal.replica.split.shard import ReplicaShard
+from shoal.runtime.pytree import Tree
 from shoal.sync import Ownership, Replica, Sync, plan_for
 from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep, SharedGradScaler
 from shoal.train.step.cut_batch import BatchCutter
@@ -241,7 +241,7 @@ def _store_rows(
     store = sync.row_store()
     if store is None:
         return
-    from shoal.embedding.module import bind_embeddings
+    from shoal.server.embedding.module import bind_embeddings
 
     bind_embeddings(prepared.model, optimizer, context.seed, store)
     specs = [embedding.spec for embedding in prepared.embeddings]

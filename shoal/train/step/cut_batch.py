@@ -14,14 +14,21 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.data import AnyBatch, Batch, DictBatch, batch_of
-from shoal.data.rows import is_list_of_samples, move_to, num_rows, reverse_rows, take_rows, widen
-from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
-from shoal.pytree import Tree, tensors_of
 from shoal.replica.loss import LossArguments
 from shoal.replica.microbatch_context import MicroBatch
+from shoal.runtime.pytree import Tree, tensors_of
 from shoal.schedules.addition_tree import runs_of
+from shoal.train.data import AnyBatch, Batch, DictBatch, batch_of
+from shoal.train.data.rows import (
+    is_list_of_samples,
+    move_to,
+    num_rows,
+    reverse_rows,
+    take_rows,
+    widen,
+)
+from shoal.train.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.train.step.options import Count, StepOptions
 
 

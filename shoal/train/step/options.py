@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from shoal.data.sampling import BatchSplit
 from shoal.errors import BadInput
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.loss import LossFunction
@@ -17,6 +16,7 @@ from shoal.schedules.addition_tree import runs_of
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
+from shoal.train.data.sampling import BatchSplit
 
 _HINTS = {
     "loss": "it takes (outputs, targets)",

@@ -17,7 +17,6 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import all_equal
 from shoal.errors import BadInput, NotBuilt
-from shoal.pytree import Tree
 from shoal.replica.batchnorm import (
     ForwardState,
     has_batchnorm,
@@ -30,6 +29,7 @@ from shoal.replica.expert import router_losses
 from shoal.replica.split.build_shard import build_shard
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.state_dicts import tell_of_parts
+from shoal.runtime.pytree import Tree
 from shoal.schedules.user import digest, is_user_function
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
@@ -41,7 +41,7 @@ from shoal.train.step.options import StepOptions
 from shoal.train.step.run_services import StepContext
 
 if TYPE_CHECKING:
-    from shoal.embedding.module import Embedding
+    from shoal.server.embedding.module import Embedding
 
 _COMPARED = 1023  # lines that describe a model, each by itself; the others as one
 
@@ -228,7 +228,7 @@ def prepare_model(
     if optimizer is not None and trained and term.lockstep and not context.strategy.is_elastic:
         check_same_optimizers(mesh.world, [make_optimizer(optimizer, trained)])
     if any(getattr(module, "has_rows", False) for module in model.modules()):
-        from shoal.embedding.module import bind_embeddings
+        from shoal.server.embedding.module import bind_embeddings
 
         embeddings = bind_embeddings(model, optimizer, context.seed)
         _check_embeddings(term, options, context)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.data import AnyBatch, Batch, DictBatch
-from shoal.data.sampling import FullDatasetBatch
 from shoal.errors import BadInput
 from shoal.replica.batchnorm import forget_statistics, update_running_statistics
 from shoal.replica.compiled import Compiler, graph_breaks
@@ -30,13 +28,15 @@ from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import SyncTerm
 from shoal.sync import Sync
 from shoal.sync.optimizer_step import OptimizerStep
+from shoal.train.data import AnyBatch, Batch, DictBatch
+from shoal.train.data.sampling import FullDatasetBatch
 from shoal.train.step.alike import AlikeLosses
 from shoal.train.step.cut_batch import BatchCutter
 from shoal.train.step.options import StepOptions
 from shoal.train.step.prepare_model import KnownParameters, PreparedModel
 
 if TYPE_CHECKING:
-    from shoal.embedding.module import Embedding
+    from shoal.server.embedding.module import Embedding
 
 Compute = Callable[[Sequence[MicroBatch], OnBucket], Tensor]
 AfterStep = Callable[["Step", Tensor], None]
@@ -214,7 +214,7 @@ class Step:
         if not self.flat.grads.buckets:
             self.shard.token_axes.sum_parameter_gradients(self.flat.params)
         if self.embeddings:  # before `finish`, since the rows are part of the update
-            from shoal.embedding.module import apply_embeddings
+            from shoal.server.embedding.module import apply_embeddings
 
             if not is_dataset and not any(m.real for m in microbatches):
                 for embedding in self.embeddings:  # the lookups of a placeholder row do not count

@@ -19,8 +19,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from shoal.errors import PeerLost
-from shoal.protocol import FrameKind
-from shoal.protocol.connection import Connection
 from shoal.rehearse import sockets, world
 from shoal.rehearse.network import VirtualMessage, VirtualNetwork
 from shoal.rehearse.sockets import VirtualProcess, VirtualSocket, VirtualSockets
@@ -30,6 +28,8 @@ from shoal.runtime.acceptor import SILENT_PEER_S
 from shoal.server.client.route import Request, Route
 from shoal.server.process import shard_file
 from shoal.server.process.server import Server
+from shoal.server.protocol import FrameKind
+from shoal.server.protocol.connection import Connection
 from shoal.train.checkpoints import tensor_file
 from tests.rehearse.faults.scenario import (
     AnyOrder,

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.errors import CheckpointError
-from shoal.protocol import FrameKind
 from shoal.rehearse.sockets import VirtualProcess
 from shoal.rehearse.virtual_time import VirtualTime
 from shoal.server import messages
@@ -30,6 +29,7 @@ from shoal.server.client.route import Request
 from shoal.server.member.core import ChainCore
 from shoal.server.member.operations import Operation, Pushed
 from shoal.server.model.state import ModelState
+from shoal.server.protocol import FrameKind
 from shoal.train.job import Job
 from tests.models import mlp, samples
 from tests.rehearse.faults.disturbance import full_disk

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.coordinator import Unavailable, forget
-from shoal.coordinator.client import RemoteCoordinator
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig, ServerConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain import ChainConfig
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.coordinator import Unavailable, forget
+from shoal.server.coordinator.client import RemoteCoordinator
 from tests import forked
-from tests.coordinator.helpers import until
 from tests.failpoints import VARIABLE
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import SECRET, client_at
 from tests.server.replicas.world import push_one_hot
 
@@ -73,7 +73,7 @@ class Processes:
         """A server, or the coordinator; also in the place of one that was killed."""
         config = self.config.with_environ(**{VARIABLE: failpoint or ""})
         if name == COORDINATOR:
-            self._start(name, config, "shoal.coordinator.main")
+            self._start(name, config, "shoal.server.coordinator.main")
             return
         assert isinstance(name, int)
         parent = forked.zygote().process.pid

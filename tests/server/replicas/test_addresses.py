@@ -10,17 +10,17 @@ import msgspec
 import pytest
 import torch
 
-from shoal.coordinator import Alive, alive_key
-from shoal.coordinator.service import CoordinatorService, Core
 from shoal.errors import BadInput
-from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.client.chain_view import CopyAddresses
 from shoal.server.consistency import Rule
+from shoal.server.coordinator import Alive, alive_key
+from shoal.server.coordinator.service import CoordinatorService, Core
 from shoal.server.member.place import AddressBook, ChainPlace, own_address
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import LocalCoordinator, until
+from shoal.server.protocol.endpoint import PLAIN
+from tests.server.coordinator.helpers import LocalCoordinator, until
 from tests.server.helpers import SECRET, client_at
 from tests.server.replicas.world import pulled, push_one_hot, world
 from tests.server.test_tls import certificate, needs_openssl

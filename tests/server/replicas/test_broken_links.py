@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from shoal.protocol.endpoint import PLAIN
 from shoal.server.consistency import Rule
 from shoal.server.member.place import AddressBook
+from shoal.server.protocol.endpoint import PLAIN
 from tests.server.cutting import CuttingProxy
 from tests.server.replicas.world import pulled, push_one_hot, world
 

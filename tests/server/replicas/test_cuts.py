@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain import ChainConfig
 from shoal.server.consistency import Rule
+from shoal.server.coordinator.client import RemoteCoordinator
+from shoal.server.coordinator.service import CoordinatorService
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import until
 from tests.namespaces import Lan, lan, why_not
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, World, pulled, push_one_hot
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.coordinator import forget
 from shoal.errors import PeerLost
-from shoal.protocol import Moved
 from shoal.runtime.trace import server_name
 from shoal.server.chain.node import ChainNode
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.chain_view import ChainView
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.coordinator import forget
 from shoal.server.member import peer_link
 from shoal.server.member.core import Waiter, Waiters
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.messages import ShardState
+from shoal.server.protocol import Moved
 from shoal.sync.ps.summary import counts_of_shards
-from tests.coordinator.helpers import until
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import MODEL
 from tests.server.replicas.world import pulled, push_one_hot, world
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.protocol import FrameKind, encode
 from shoal.runtime.checkpoint_folders import shard_name, version_of
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.server.client.chain_route import ChainRoute
@@ -25,7 +24,8 @@ from shoal.server.client.client import Client
 from shoal.server.client.route import MovedAway
 from shoal.server.messages import Pull
 from shoal.server.process.shard_file import read_shard
-from tests.coordinator.helpers import until
+from shoal.server.protocol import FrameKind, encode
+from tests.server.coordinator.helpers import until
 from tests.server.helpers import MODEL
 from tests.server.replicas.processes import COORDINATOR, START_S, WORKER, Name, Processes
 from tests.server.replicas.world import pulled, push_one_hot

@@ -24,8 +24,8 @@ import torch
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
-from tests.coordinator.helpers import until
 from tests.server.chain.history import NEVER, Added, Observed, violation
+from tests.server.coordinator.helpers import until
 from tests.server.replicas.processes import COORDINATOR, Processes
 from tests.server.replicas.world import element_of, pulled, world
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.coordinator import Answer, KeepAlive, List, Request
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Acked, Append, Ask, At, Confirm
+from shoal.server.coordinator import Answer, KeepAlive, List, Request
 from shoal.server.member.operations import Left, Proposed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace
@@ -21,7 +21,7 @@ from shoal.server.member.runtime import ChainRuntime
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.model_host import ModelHost
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import LocalCoordinator
+from tests.server.coordinator.helpers import LocalCoordinator
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, SharedCoordinator
 

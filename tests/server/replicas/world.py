@@ -15,20 +15,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.coordinator import Lease, forget
-from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.node import ChainConsistency
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.coordinator import Lease, forget
 from shoal.server.member import start
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.messages import Commit
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import LocalCoordinator
+from shoal.server.protocol.endpoint import PLAIN
 from tests.folders import socket_folder
+from tests.server.coordinator.helpers import LocalCoordinator
 from tests.server.helpers import MODEL, SECRET, client_at
 
 TTL_S = 0.5  # the servers look at the coordinator 5 times in this time

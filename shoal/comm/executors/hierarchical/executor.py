@@ -36,10 +36,10 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import combine_rows
 from shoal.comm.group import Group
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, on_host, widened
+from shoal.comm.transport.transport import as_shoal_error
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import ShoalError
 from shoal.runtime.waits import waiting
-from shoal.transport.transport import as_shoal_error
 
 _LONG_BYTES = 16384
 

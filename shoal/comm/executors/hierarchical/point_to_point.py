@@ -13,10 +13,10 @@ from torch import Tensor
 from shoal.comm.executors.hierarchical.topology import RemotePeerLost, Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.staging import FlatTensor, on_host
+from shoal.comm.transport.shm.messages import ANY_SOURCE, ShmWork
+from shoal.comm.transport.tcp.transport import TcpTransport
 from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.runtime.waits import Backoff
-from shoal.transport.shm.messages import ANY_SOURCE, ShmWork
-from shoal.transport.tcp.transport import TcpTransport
 
 _FIRST_PAUSE_S = 0.00002
 _LONGEST_PAUSE_S = 0.001

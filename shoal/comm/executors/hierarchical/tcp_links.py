@@ -15,11 +15,11 @@ from functools import partial
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.topology import RemotePeerLost, Topology
 from shoal.comm.executors.scheduled import Algorithm, Scheduled
+from shoal.comm.transport.tcp.transport import TcpEngine, TcpTransport
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
 from shoal.schedules.collectives.ring import ring_all_reduce
-from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 
 LONG_BYTES = 1 << 19
 _RING = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
