@@ -95,7 +95,7 @@ def gpu(
             "--strategy",
             "-s",
             help="Repeatable.",
-            show_default="ddp, zero(2), zero(3), tp(N), pp(N) and cp(N)",
+            show_default="ddp, zero(2), zero(3), tp(N) and pp(N)",
         ),
     ] = None,
     size: Annotated[str, typer.Option(help="Of the GPT: tiny, small, medium, large.")] = "large",
@@ -106,8 +106,8 @@ def gpu(
     """Milliseconds per step and memory on GPUs, over NCCL.
 
     ddp against DistributedDataParallel, zero(2) and zero(3) against fully_shard (FSDP2), tp against
-    DTensor's parallelize_module, pp against torch.distributed.pipelining, cp against
-    context_parallel. Ranks have a GPU each, or share what there is.
+    DTensor's parallelize_module, pp against torch.distributed.pipelining, and cp, where it is
+    asked for, against context_parallel. Ranks have a GPU each, or share what there is.
     """
     from benchmarks.gpu import run, table_of
     from shoal.commands.examples.gpt import SIZES
@@ -115,7 +115,7 @@ def gpu(
     check_names("--size", [size], SIZES)
     if not torch.cuda.is_available():
         raise BadInput("this benchmark needs a CUDA GPU, and PyTorch sees none")
-    splits = [f"tp({workers})", f"pp({workers}, microbatches=4)", f"cp({workers})"]
+    splits = [f"tp({workers})", f"pp({workers}, microbatches=4)"]
     chosen = strategy or ["ddp", "zero(2)", "zero(3)", *splits]
     found = run(chosen, workers, size, rows, steps)
     show({"results": found}, [table_of(found, workers)], as_json)
