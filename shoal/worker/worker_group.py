@@ -212,7 +212,7 @@ class WorkerGroup:
         require_agent_store(placement, self._config.environ)
         store: Store | None = None
         if self._asks_hosts:
-            from shoal.worker.rendezvous import ask_hosts, meet
+            from shoal.worker.host_ranks import ask_hosts, meet
 
             with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
                 store = meet(placement, self._config, self.device.type == "cuda")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
 from shoal.worker.environment import Placement
-from shoal.worker.rendezvous import RankHost, ask_hosts, meet, place
+from shoal.worker.host_ranks import RankHost, ask_hosts, meet, place
 
 HOSTS = {name: name * 32 for name in "abc"}
 
