@@ -122,7 +122,7 @@ def _shared(exchange: Exchange, question: SyncQuestion, own_s: float) -> Part:
 
 
 def _waiting(term: SyncTerm, step: StepSchedule, question: SyncQuestion, own_s: float) -> Part:
-    """For the slowest of all, for neighbours, or for nobody."""
+    """For the slowest of all, for neighbours, or for none."""
     waits = step.waits
     noise, each = question.cluster.noise, question.each
     if waits == NO_WAIT:

@@ -144,7 +144,7 @@ class StepSchedule(NamedTuple):
 
     @property
     def waits(self) -> Waits:
-        """Of its first exchange; nobody waits for those that exchange nothing."""
+        """Of its first exchange; a strategy that exchanges nothing has no waits."""
         return self.exchanges[0].waits if self.exchanges else Waits()
 
     def bytes_of(self, what: What) -> float:
